@@ -1,0 +1,110 @@
+"""How other rooms reach the arbiter: the one actor they know by name.
+
+Every call raises `NoArbiterError` when nobody answers in time; callers go on with what they heard last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import ray
+
+from tidegate.arbiter.messages import (
+    ClaimSpec,
+    GangReport,
+    GatewayReport,
+    Grant,
+    HealthReport,
+    JournalEntry,
+    Orders,
+    ReplicaReport,
+    Weights,
+)
+from tidegate.errors import NoArbiterError, TidegateError
+from tidegate.ids import ClaimId
+from tidegate.spec.policy import Policy
+
+ACTOR_NAME = "arbiter"
+NAMESPACE = "tidegate"
+
+
+class ArbiterClient:
+    """Calls the arbiter by name, so it survives the arbiter's restart. Needs `ray.init` (an actor has it)."""
+
+    def __init__(self, timeout_s: float = 5.0) -> None:
+        self._timeout_s = timeout_s
+        self._actor: Any = None
+
+    # A room that reports
+
+    async def exchange(self, report: GatewayReport) -> Orders:
+        """A gateway's report; the answer is what it does next."""
+        orders: Orders = await self._ask("exchange", report)
+        return orders
+
+    async def report_health(self, report: HealthReport) -> None:
+        await self._ask("report_health", report)
+
+    async def report_replica(self, app: str, report: ReplicaReport) -> Weights | None:
+        """A replica's report; the answer is what it should serve, None where nothing was published."""
+        weights: Weights | None = await self._ask("report_replica", app, report)
+        return weights
+
+    async def report_gang(self, report: GangReport) -> None:
+        await self._ask("report_gang", report)
+
+    # A run
+
+    async def claim(self, spec: ClaimSpec) -> ClaimId:
+        """File a claim. Filing the same name and owner again answers with the claim that stands.
+
+        Raises:
+            ClaimNeverFitsError: the cluster could not give it even if everybody left.
+        """
+        claim: ClaimId = await self._ask("claim", spec)
+        return claim
+
+    async def grant(self, claim: ClaimId, wait_s: float = 2.0) -> Grant | None:
+        """The grant, or None if it isn't there after `wait_s`.
+
+        Raises:
+            ClaimUndoneError: with the arbiter's reason.
+        """
+        grant: Grant | None = await self._ask("grant", claim, wait_s)
+        return grant
+
+    async def release(self, claim: ClaimId, reason: str) -> None:
+        await self._ask("release", claim, reason)
+
+    # People and start-up
+
+    async def policy(self) -> Policy:
+        policy: Policy = await self._ask("policy")
+        return policy
+
+    async def status(self) -> dict[str, Any]:
+        status: dict[str, Any] = await self._ask("status")
+        return status
+
+    async def why(self, subject: str) -> tuple[JournalEntry, ...]:
+        entries: tuple[JournalEntry, ...] = await self._ask("why", subject)
+        return entries
+
+    async def publish(self, app: str, uri: str) -> Weights:
+        weights: Weights = await self._ask("publish", app, uri)
+        return weights
+
+    async def _ask(self, method: str, *args: object) -> Any:
+        try:
+            if self._actor is None:
+                self._actor = ray.get_actor(ACTOR_NAME, namespace=NAMESPACE)
+            return await asyncio.wait_for(getattr(self._actor, method).remote(*args), self._timeout_s)
+        except ray.exceptions.RayTaskError as error:
+            cause = error.as_instanceof_cause()
+            if isinstance(cause, TidegateError):
+                raise cause from None
+            raise
+        except (ValueError, ray.exceptions.RayError, TimeoutError) as error:
+            self._actor = None
+            raise NoArbiterError(str(error) or type(error).__name__) from None

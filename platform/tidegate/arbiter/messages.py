@@ -1,0 +1,234 @@
+"""What the rooms tell the arbiter and hear back. Plain frozen values: they cross processes and lie in the journal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from tidegate.ids import ClaimId, GatewayId, Generation, GpuId, NodeId, PoolName, ProviderName, Tier
+
+# --- health -----------------------------------------------------------------------------------------------------
+
+
+class Action(StrEnum):
+    """What a verdict asks for."""
+
+    WARN = "warn"
+    EVICT_GPU = "evict_gpu"
+    EVICT_NODE = "evict_node"
+
+
+class When(StrEnum):
+    NOW = "now"
+    NEXT_CHECKPOINT = "next_checkpoint"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What a finding means. Level-triggered: an agent repeats it in each report for as long as it stands."""
+
+    at_s: float
+    """When the reading behind it was taken."""
+    node: NodeId
+    gpu: GpuId | None
+    rule: str
+    action: Action
+    when: When
+    tier: Tier
+    """What the subject is still good for while this stands."""
+    evidence: str
+    ends: str
+    """How it is lifted, in words."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuSeen:
+    """One GPU as its node's agent sees it. None = not readable, which is never the same as healthy."""
+
+    uuid: GpuId
+    index: int
+    temperature_celsius: float | None = None
+    tensor_active_ratio: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HealthReport:
+    node: NodeId
+    at_s: float
+    gpus: tuple[GpuSeen, ...]
+    """The inventory, in NVML's order; empty where no NVML answers."""
+    verdicts: tuple[Verdict, ...] = ()
+    """All that stand now."""
+    source_error: str | None = None
+    """Why the inventory is empty or stale, e.g. "NVML: library not found"."""
+
+
+# --- serving ----------------------------------------------------------------------------------------------------
+
+
+class Spillway(StrEnum):
+    CLOSED = "closed"
+    """Local replicas answer; a provider only helps before a request would fail."""
+    OPEN = "open"
+    """Overflow goes out at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Orders:
+    """What gateways do until they hear otherwise."""
+
+    generation: Generation
+    spillway: Spillway
+    allowances: Mapping[PoolName, int]
+    """How many replicas a pool may use now; a pool that is not named may use all that run."""
+    canary: str | None = None
+    """Send one canary request to every provider and report it under this name (once each name)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolLoad:
+    pool: PoolName
+    replicas: int
+    ongoing: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProviderSeen:
+    name: ProviderName
+    state: str
+    """`closed` (local GPUs have room), `open`, or `suspect` (cooling down after a failure)."""
+    ongoing: int
+    slots: int
+    price_per_image_usd: float
+    latency_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CanaryResult:
+    canary: str
+    provider: ProviderName
+    ok: bool
+    detail: str
+    took_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayReport:
+    gateway: GatewayId
+    at_s: float
+    acked: Generation
+    """The generation of the orders that this gateway follows now."""
+    pools: tuple[PoolLoad, ...] = ()
+    providers: tuple[ProviderSeen, ...] = ()
+    canaries: tuple[CanaryResult, ...] = ()
+    """Of the newest canary only."""
+    waiting: int = 0
+    """Requests accepted and not yet sent anywhere."""
+    answered_local_total: int = 0
+    answered_spilled_total: int = 0
+    refused_total: int = 0
+    """Refused with a reason before any work (bad request, over a limit, no way to answer in time)."""
+    failed_total: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """What the replicas of an application should serve."""
+
+    version: int
+    uri: str
+    """A folder written by `tidegate.train.export`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaReport:
+    """A replica's answer to `Weights`."""
+
+    replica: str
+    at_s: float
+    serving_version: int
+    refused: str | None = None
+    """Why the newest version was refused, if it was; the old one keeps serving."""
+
+
+# --- gangs ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClaimSpec:
+    name: str
+    """The run's name."""
+    claim_class: str
+    order: int = 0
+    """Inside a class the higher goes first; equals queue by time."""
+    max_gpus: int
+    min_gpus: int
+    """The gang goes on with as few as this when GPUs are evicted."""
+    owner: str
+    """Who asked, e.g. the Ray job's submission id."""
+    deadline_s: float | None = None
+    """Overrides `claims.deadline_s`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrantedNode:
+    node: NodeId
+    address: str
+    gpus: tuple[GpuId, ...]
+    """Those fit to train on; a quarantined GPU inside the node is held by the grant but not listed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grant:
+    claim: ClaimId
+    generation: Generation
+    placement_group: str
+    """Name of the detached placement group, one bundle a node in the order of `nodes`."""
+    gpus_per_node: int
+    """Logical GPUs in each bundle."""
+    nodes: tuple[GrantedNode, ...]
+
+
+class GangPhase(StrEnum):
+    """Where a gang's GPU-seconds go now."""
+
+    FORMING = "forming"
+    """Granted, the first step is not done yet."""
+    RUNNING = "running"
+    RESTARTING = "restarting"
+    RECOMPUTING = "recomputing"
+    """Steps that were done before a fault are done again."""
+    FINISHING = "finishing"
+    FINISHED = "finished"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GangReport:
+    claim: ClaimId
+    at_s: float
+    phase: GangPhase
+    gang_generation: Generation
+    step: int
+    world_size: int
+    gpus: tuple[GpuId, ...] = ()
+    """GPUs that hold a rank now."""
+    loss: float | None = None
+    reason: str | None = None
+    """Of a failure, or of the newest restart."""
+
+
+# --- people -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JournalEntry:
+    """One line of the journal: what was decided or seen, and why."""
+
+    at_s: float
+    kind: str
+    subjects: tuple[str, ...] = ()
+    """Claims, nodes, GPUs, pools that it speaks of: what `tidegate why` searches."""
+    reason: str = ""
+    data: Mapping[str, object] = field(default_factory=dict)

@@ -1,0 +1,1 @@
+"""Saving, committing and restoring a run's state."""

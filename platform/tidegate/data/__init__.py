@@ -1,0 +1,1 @@
+"""Prepared shards: layout, order, loader."""

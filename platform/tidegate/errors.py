@@ -1,0 +1,81 @@
+"""The error tree. Each error carries its data, names the next step, and survives a pickle (they cross processes)."""
+
+from __future__ import annotations
+
+
+class TidegateError(Exception):
+    """Root of all errors that tidegate raises on purpose."""
+
+
+class PolicyError(TidegateError):
+    """`policy.yaml` (or a run's config) has a wrong key, unit or type. The text names path, line and the nearest right key."""
+
+    def __init__(self, problems: tuple[str, ...]) -> None:
+        super().__init__(problems)
+        self.problems = problems
+
+    def __str__(self) -> str:
+        return "\n".join(self.problems)
+
+
+class ClaimNeverFitsError(TidegateError):
+    """The claim asks for more than the cluster could give if all else left."""
+
+    def __init__(self, claim: str, wanted: str, there: str, fix: str) -> None:
+        super().__init__(claim, wanted, there, fix)
+        self.claim, self.wanted, self.there, self.fix = claim, wanted, there, fix
+
+    def __str__(self) -> str:
+        return f"claim {self.claim} can never fit: wants {self.wanted}; there is {self.there}\nhint: {self.fix}"
+
+
+class ClaimUndoneError(TidegateError):
+    """The claim was undone; the reason is the arbiter's."""
+
+    def __init__(self, claim: str, reason: str) -> None:
+        super().__init__(claim, reason)
+        self.claim, self.reason = claim, reason
+
+    def __str__(self) -> str:
+        return f"claim {self.claim} was undone: {self.reason}"
+
+
+class PortInUseError(TidegateError):
+    """A port that we need is taken."""
+
+    def __init__(self, port: int, purpose: str, how_to_choose: str) -> None:
+        super().__init__(port, purpose, how_to_choose)
+        self.port, self.purpose, self.how_to_choose = port, purpose, how_to_choose
+
+    def __str__(self) -> str:
+        return f"port {self.port} ({self.purpose}) is in use\nhint: {self.how_to_choose}"
+
+
+class NoArbiterError(TidegateError):
+    """No arbiter answers on the cluster."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(detail)
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return f"no arbiter answers: {self.detail}\nhint: start it with `tidegate up`"
+
+
+class CheckpointError(TidegateError):
+    """A checkpoint can't be written or read. The text names the directory and what is wrong with it."""
+
+
+class DataError(TidegateError):
+    """A data set can't be read or is not what the run's config says."""
+
+
+class ModelRefusedError(TidegateError):
+    """An export is incomplete or corrupt; what serves now keeps serving."""
+
+    def __init__(self, uri: str, why: str) -> None:
+        super().__init__(uri, why)
+        self.uri, self.why = uri, why
+
+    def __str__(self) -> str:
+        return f"weights at {self.uri} refused: {self.why}"

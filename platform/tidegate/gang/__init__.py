@@ -1,0 +1,1 @@
+"""One training run's life on Ray Train."""

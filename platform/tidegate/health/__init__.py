@@ -1,0 +1,1 @@
+"""Readings, rules and verdicts of one node."""

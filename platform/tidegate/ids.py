@@ -1,0 +1,29 @@
+"""Names for things, as types: a node id can't be passed where a GPU's is meant."""
+
+from enum import StrEnum
+from typing import NewType
+
+NodeId = NewType("NodeId", str)
+"""Ray's node id, 56 hex digits (`ray.io/node-id`)."""
+
+GpuId = NewType("GpuId", str)
+"""A GPU's UUID as NVML gives it, `GPU-…`; indexes are never used as identity (NVML and CUDA order them differently)."""
+
+ClaimId = NewType("ClaimId", str)
+PoolName = NewType("PoolName", str)
+"""One Serve deployment: the replicas of one node."""
+
+ProviderName = NewType("ProviderName", str)
+GatewayId = NewType("GatewayId", str)
+RequestId = NewType("RequestId", str)
+
+Generation = NewType("Generation", int)
+"""Fencing number: an order that carries an older one is ignored."""
+
+
+class Tier(StrEnum):
+    """What a GPU is good enough for."""
+
+    GANG = "gang"
+    SERVE = "serve"
+    NONE = "none"

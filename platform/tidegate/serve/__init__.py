@@ -1,0 +1,1 @@
+"""The gateway, its routing, the engine and the providers behind the spillway."""

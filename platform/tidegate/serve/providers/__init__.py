@@ -1,0 +1,1 @@
+"""Capacity outside, one adapter a file."""

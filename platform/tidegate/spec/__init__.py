@@ -1,0 +1,1 @@
+"""`policy.yaml` as frozen models: load, check, explain."""

@@ -1,0 +1,1 @@
+"""Metric names, goodput accounting and the timeline."""

@@ -1,0 +1,1 @@
+"""The diffusion-transformer loop that runs in each rank."""
