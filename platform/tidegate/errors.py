@@ -8,7 +8,7 @@ class TidegateError(Exception):
 
 
 class PolicyError(TidegateError):
-    """`policy.yaml` (or a run's config) has a wrong key, unit or type. The text names path, line and the nearest right key."""
+    """A settings file has a wrong key, unit or type; the text names path, line and the nearest right key."""
 
     def __init__(self, problems: tuple[str, ...]) -> None:
         super().__init__(problems)

@@ -27,3 +27,8 @@ class Tier(StrEnum):
     GANG = "gang"
     SERVE = "serve"
     NONE = "none"
+
+
+def pool_name(node: NodeId) -> PoolName:
+    """The Serve deployment that holds the replicas of `node`."""
+    return PoolName(f"pool-{node[:12]}")

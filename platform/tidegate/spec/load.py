@@ -6,13 +6,15 @@ import difflib
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from tidegate.errors import PolicyError
 from tidegate.spec.policy import Policy
+
+M = TypeVar("M", bound=BaseModel)
 
 _UNIT = re.compile(r"_(s|ms|m|min|h|sec|secs|seconds|minutes|hours|bytes|kb|mb|gb|celsius|c|f|usd|eur)$")
 
@@ -26,7 +28,7 @@ def load_policy(path: Path) -> Policy:
     return load_model(path, Policy)
 
 
-def load_model[M: BaseModel](path: Path, model: type[M]) -> M:
+def load_model(path: Path, model: type[M]) -> M:
     """Read any YAML file into `model`, with the same errors as `load_policy`."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -35,7 +37,7 @@ def load_model[M: BaseModel](path: Path, model: type[M]) -> M:
     return parse_model(text, model, name=str(path))
 
 
-def parse_model[M: BaseModel](text: str, model: type[M], name: str = "policy.yaml") -> M:
+def parse_model(text: str, model: type[M], name: str = "policy.yaml") -> M:
     """As `load_model`, from text. `name` stands before each problem."""
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
