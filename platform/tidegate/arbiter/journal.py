@@ -1,0 +1,139 @@
+"""What was decided and why, one JSON line each, written and synced before anything is done.
+
+A line's `move` is the whole move, so that reading the file again rebuilds the book. A torn last line (a crash while
+writing) was never acted on and is dropped, and cut off before the next write.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from pydantic import TypeAdapter
+
+from tidegate.arbiter.book import Book, Move, reason, replay, subjects
+from tidegate.arbiter.messages import JournalEntry
+
+_MOVE: TypeAdapter[Move] = TypeAdapter(Move)
+
+
+class Journal(Protocol):
+    def write(self, moves: tuple[Move, ...], why: str, at_s: float) -> None: ...
+
+    def note(self, entry: JournalEntry) -> None: ...
+
+    def book(self) -> Book: ...
+
+    def about(self, subject: str) -> tuple[JournalEntry, ...]: ...
+
+
+class FileJournal:
+    """A journal in one append-only file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _cut_torn_line(path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, moves: tuple[Move, ...], why: str, at_s: float) -> None:
+        """Write moves; they are on the disk when this returns.
+
+        Raises:
+            OSError: nothing may be done that could not be written down.
+        """
+        for move in moves:
+            line = {
+                "at_s": at_s,
+                "kind": move.kind,
+                "subjects": subjects(move),
+                "reason": reason(move) or why,
+                "move": _MOVE.dump_python(move, mode="json"),
+            }
+            self._file.write(json.dumps(line) + "\n")
+        self._sync()
+
+    def note(self, entry: JournalEntry) -> None:
+        """Write down something seen, which changes no book."""
+        line = {"at_s": entry.at_s, "kind": entry.kind, "subjects": entry.subjects, "reason": entry.reason}
+        self._file.write(json.dumps({**line, "data": dict(entry.data)}) + "\n")
+        self._sync()
+
+    def book(self) -> Book:
+        return replay(_MOVE.validate_python(line["move"]) for line in read_lines(self.path) if "move" in line)
+
+    def about(self, subject: str) -> tuple[JournalEntry, ...]:
+        """Entries that speak of `subject`: a claim, node, GPU, pool, or the beginning of its id."""
+        return tuple(
+            JournalEntry(
+                at_s=line["at_s"],
+                kind=line["kind"],
+                subjects=tuple(line["subjects"]),
+                reason=line["reason"],
+                data=line.get("move") or line.get("data") or {},
+            )
+            for line in read_lines(self.path)
+            if any(is_about(name, subject) for name in line["subjects"])
+        )
+
+    def _sync(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
+class MemoryJournal:
+    """A journal for tests and dry runs."""
+
+    def __init__(self) -> None:
+        self.moves: list[Move] = []
+        self.entries: list[JournalEntry] = []
+
+    def write(self, moves: tuple[Move, ...], why: str, at_s: float) -> None:
+        for move in moves:
+            self.moves.append(move)
+            self.entries.append(
+                JournalEntry(at_s=at_s, kind=move.kind, subjects=subjects(move), reason=reason(move) or why)
+            )
+
+    def note(self, entry: JournalEntry) -> None:
+        self.entries.append(entry)
+
+    def book(self) -> Book:
+        return replay(self.moves)
+
+    def about(self, subject: str) -> tuple[JournalEntry, ...]:
+        return tuple(entry for entry in self.entries if any(is_about(name, subject) for name in entry.subjects))
+
+
+def is_about(name: str, subject: str) -> bool:
+    """Whether `subject`, as a person types it, means `name`: the whole of it, or the first six characters or more.
+
+    A pool is found under its node's id too.
+    """
+    if name == subject:
+        return True
+    if len(subject) < 6:
+        return False
+    return name.startswith(subject) or (name.startswith("pool-") and subject.startswith(name.removeprefix("pool-")))
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The journal's whole lines."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            if line.endswith("\n"):
+                yield json.loads(line)
+
+
+def _cut_torn_line(path: Path) -> None:
+    if not path.exists():
+        return
+    text = path.read_bytes()
+    whole = text.rfind(b"\n") + 1
+    if whole != len(text):
+        os.truncate(path, whole)

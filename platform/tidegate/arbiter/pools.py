@@ -1,0 +1,88 @@
+"""How many replicas each pool should have now. Pure.
+
+A pool's target is lowered only for a claim that drains, and raised only when the GPUs are really free: a replica that
+waits for a GPU would win it against a pending placement group (Ray serves actors first).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tidegate.arbiter.book import Book, ClaimState, SetTarget
+from tidegate.arbiter.messages import Spillway
+from tidegate.arbiter.view import GroupState, NodeSeen, PoolSeen, View, fit_gpus
+from tidegate.ids import NodeId, PoolName, Tier, pool_name
+from tidegate.spec.policy import ServingSpec
+
+
+def room_for_serving(view: View, book: Book, node: NodeSeen) -> int:
+    """Replicas that the node may hold now: its usable GPUs, none while a claim has it."""
+    if book.holder_of(node.id) is not None:
+        return 0
+    return len(fit_gpus(view, book, node, Tier.GANG, Tier.SERVE))
+
+
+def wanted(view: View, book: Book) -> Mapping[PoolName, int]:
+    """The target each deployed pool is heading for, were all GPUs free that should be."""
+    return {
+        pool_name(node.id): room_for_serving(view, book, node)
+        for node in view.nodes.values()
+        if pool_name(node.id) in view.pools
+    }
+
+
+def raises(view: View, book: Book, spec: ServingSpec, now_s: float) -> tuple[SetTarget, ...]:
+    """Targets to raise in this tick.
+
+    With the spillway closed nothing has to move home, so every free GPU is taken at once. With it open replicas come
+    in steps of `return_step_replicas`: the next step begins when all replicas of the one before are ready and
+    `return_dwell_s` has passed.
+    """
+    returning = book.orders.spillway is Spillway.OPEN
+    if returning and (not _settled(view) or now_s - book.raised_at_s < spec.return_dwell_s):
+        return ()
+    left = spec.return_step_replicas if returning else 10**9
+    moves = []
+    for node in sorted(view.nodes.values(), key=lambda node: node.id):
+        pool = view.pools.get(pool_name(node.id))
+        if pool is None or _group_pending_on(view, book, node.id):
+            continue
+        target = book.targets.get(pool.name, pool.target)
+        free = max(0, int(node.free_gpu_slots) - (target - pool.running - pool.starting))
+        more = min(room_for_serving(view, book, node) - target, free, left)
+        if more > 0:
+            left -= more
+            reason = "training is over: replicas come home in steps" if returning else "free GPUs serve"
+            moves.append(SetTarget(pool=pool.name, replicas=target + more, reason=reason, at_s=now_s))
+    return tuple(moves)
+
+
+def reassertions(view: View, book: Book, now_s: float) -> tuple[SetTarget, ...]:
+    """Targets that Serve has lost (a redeploy resets them to the code's number)."""
+    return tuple(
+        SetTarget(pool=pool.name, replicas=book.targets[pool.name], reason="Serve has another target", at_s=now_s)
+        for pool in view.pools.values()
+        if pool.name in book.targets and pool.target != book.targets[pool.name]
+    )
+
+
+def all_home(view: View, book: Book) -> bool:
+    """Every pool runs what the cluster has room for."""
+    heading_for = wanted(view, book)
+    return bool(heading_for) and all(view.pools[pool].running >= count for pool, count in heading_for.items())
+
+
+def _settled(view: View) -> bool:
+    return all(_is_settled(pool) for pool in view.pools.values())
+
+
+def _is_settled(pool: PoolSeen) -> bool:
+    return pool.running >= pool.target and pool.starting == 0 and pool.stopping == 0
+
+
+def _group_pending_on(view: View, book: Book, node: NodeId) -> bool:
+    return any(
+        view.groups.get(claim.id) in (GroupState.PENDING, GroupState.READY) and node in claim.nodes
+        for claim in book.claims.values()
+        if claim.state is not ClaimState.QUEUED
+    )
