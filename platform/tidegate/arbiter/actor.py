@@ -1,0 +1,209 @@
+"""The arbiter as a Ray actor: one thread that ticks, and mailboxes that any room may call."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.metrics import Gauge
+
+from tidegate.arbiter.book import ENDED, ClaimState
+from tidegate.arbiter.client import ACTOR_NAME, NAMESPACE
+from tidegate.arbiter.journal import FileJournal
+from tidegate.arbiter.loop import ArbiterLoop, claim_row
+from tidegate.arbiter.messages import (
+    ClaimSpec,
+    GangReport,
+    GatewayReport,
+    Grant,
+    HealthReport,
+    JournalEntry,
+    Orders,
+    ReplicaReport,
+    Weights,
+)
+from tidegate.arbiter.on_ray import RayFleet
+from tidegate.arbiter.owners import owners
+from tidegate.arbiter.view import gpus_of, tier_of
+from tidegate.clock import SystemClock
+from tidegate.errors import ClaimUndoneError
+from tidegate.ids import ClaimId
+from tidegate.spec.policy import Policy
+from tidegate.telemetry.goodput import Owner, SpanBook
+
+log = logging.getLogger(__name__)
+
+JOURNAL = "journal.jsonl"
+SPANS = "gpu_owners.jsonl"
+
+
+class Arbiter:
+    """See `tidegate.arbiter.client.ArbiterClient` for what each call means."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        state = policy.arbiter.state_path
+        self._loop = ArbiterLoop(
+            fleet=RayFleet(app=policy.serving.app),
+            clock=SystemClock(),
+            journal=FileJournal(state / JOURNAL),
+            policy=policy,
+            spans=SpanBook(state / SPANS),
+        )
+        self._gauges = _Gauges()
+        self._wake = threading.Event()
+        threading.Thread(target=self._run, name="arbiter-loop", daemon=True).start()
+
+    async def exchange(self, report: GatewayReport) -> Orders:
+        before = self._loop.gateways.get(report.gateway)
+        orders = self._loop.exchange(report)
+        if before is None or (before.acked, before.canaries) != (report.acked, report.canaries):
+            self._wake.set()
+        return orders
+
+    async def report_health(self, report: HealthReport) -> None:
+        before = self._loop.health.get(report.node)
+        self._loop.health[report.node] = report
+        if before is None or [v.rule for v in before.verdicts] != [v.rule for v in report.verdicts]:
+            self._wake.set()
+
+    async def report_gang(self, report: GangReport) -> None:
+        self._loop.report_gang(report)
+        self._wake.set()
+
+    async def report_replica(self, app: str, report: ReplicaReport) -> Weights | None:
+        return self._loop.report_replica(app, report)
+
+    async def claim(self, spec: ClaimSpec) -> ClaimId:
+        claim = self._loop.file(spec)
+        self._wake.set()
+        return claim
+
+    async def grant(self, claim: ClaimId, wait_s: float) -> Grant | None:
+        deadline = asyncio.get_running_loop().time() + wait_s
+        while True:
+            found = self._loop.claim(claim)
+            if found.state is ClaimState.UNDONE:
+                raise ClaimUndoneError(claim, found.reason)
+            if found.grant is not None or asyncio.get_running_loop().time() > deadline:
+                return found.grant
+            await asyncio.sleep(0.05)
+
+    async def release(self, claim: ClaimId, reason: str) -> None:
+        self._loop.releases[claim] = reason
+        self._wake.set()
+
+    async def policy(self) -> Policy:
+        return self._policy
+
+    async def publish(self, app: str, uri: str) -> Weights:
+        return self._loop.publish(app, uri)
+
+    async def why(self, subject: str) -> tuple[JournalEntry, ...]:
+        return await asyncio.to_thread(self._loop.journal.about, subject)
+
+    async def status(self) -> dict[str, Any]:
+        """All that `tidegate status` shows, as plain values."""
+        loop = self._loop
+        view, book = loop.view(), loop.book
+        owned = owners(book, view)
+        nodes = []
+        for node in sorted(view.nodes.values(), key=lambda node: (node.name, node.id)):
+            gpus = [
+                {
+                    "gpu": gpu.uuid,
+                    "index": gpu.index,
+                    "temperature_celsius": gpu.temperature_celsius,
+                    "tensor_active_ratio": gpu.tensor_active_ratio,
+                    "owner": owned.get(gpu.uuid, Owner.FREE),
+                    "tier": tier_of(book, node.id, gpu.uuid),
+                }
+                for gpu in gpus_of(view, node)
+            ]
+            health = view.health.get(node.id)
+            nodes.append(
+                {
+                    "node": node.id,
+                    "name": node.name,
+                    "address": node.address,
+                    "gpus": gpus,
+                    "source_error": health.source_error if health is not None else "no agent reports",
+                }
+            )
+        return {
+            "at_s": SystemClock().now_s(),
+            "nodes": nodes,
+            "claims": [claim_row(claim) for claim in book.claims.values()],
+            "gangs": [asdict(gang) for gang in view.gangs.values()],
+            "pools": [asdict(pool) for pool in view.pools.values()],
+            "gateways": [asdict(gateway) for gateway in view.gateways.values()],
+            "spillway": book.orders.spillway,
+            "orders_generation": book.orders.generation,
+            "weights": {app: asdict(weights) for app, weights in book.weights.items()},
+            "replicas": [asdict(replica) for replica in view.replicas.values()],
+            "quarantines": [
+                {"node": node, "gpu": gpu, "since_s": q.since_s, **asdict(q.verdict)}
+                for (node, gpu), q in book.quarantines.items()
+            ],
+            "reason": loop.decision.reason,
+            "state_dir": str(self._policy.arbiter.state_path),
+        }
+
+    def _run(self) -> None:
+        while True:
+            self._wake.wait(self._policy.arbiter.tick_s)
+            self._wake.clear()
+            try:
+                self._loop.tick()
+                self._gauges.show(self._loop)
+            except Exception:
+                # One look that fails (GCS away for a moment) must not end the loop; the next one decides afresh.
+                log.exception("a tick failed")
+                self._wake.wait(1.0)
+
+
+class _Gauges:
+    """The arbiter's metrics; Ray exports them with the prefix `ray_`."""
+
+    def __init__(self) -> None:
+        self._gpus = Gauge("tidegate_gpus", "GPUs by owner", tag_keys=("owner",))
+        self._spillway = Gauge("tidegate_spillway_open", "1 while overflow goes out at once")
+        self._claims = Gauge("tidegate_claims", "Open claims by state", tag_keys=("state",))
+
+    def show(self, loop: ArbiterLoop) -> None:
+        for span in loop.current_spans():
+            for owner in Owner:
+                self._gpus.set(sum(1 for held in span.owners.values() if held is owner), {"owner": str(owner)})
+        self._spillway.set(1.0 if loop.book.orders.spillway == "open" else 0.0)
+        for state in ClaimState:
+            if state not in ENDED:
+                count = sum(1 for claim in loop.book.claims.values() if claim.state is state)
+                self._claims.set(count, {"state": str(state)})
+
+
+def start_arbiter(policy: Policy) -> Any:
+    """Start the arbiter on this node, or find the one that runs; idempotent.
+
+    Detached and restarted for ever: it outlives whoever started it.
+    """
+    Path(policy.arbiter.state_path).mkdir(parents=True, exist_ok=True)
+    return (
+        ray.remote(Arbiter)
+        .options(
+            name=ACTOR_NAME,
+            namespace=NAMESPACE,
+            lifetime="detached",
+            get_if_exists=True,
+            max_restarts=-1,
+            max_task_retries=0,
+            num_cpus=0,
+            max_concurrency=1000,
+            label_selector={"ray.io/node-id": ray.get_runtime_context().get_node_id()},
+        )
+        .remote(policy)
+    )

@@ -1,0 +1,224 @@
+"""Look, decide, write down, act: the only four things the arbiter does, in that order."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from tidegate.arbiter.book import Book, Claim, File, Move, Publish, apply
+from tidegate.arbiter.decide import Decision, decide
+from tidegate.arbiter.journal import Journal
+from tidegate.arbiter.messages import (
+    ClaimSpec,
+    GangReport,
+    GatewayReport,
+    HealthReport,
+    JournalEntry,
+    Orders,
+    ReplicaReport,
+    Weights,
+)
+from tidegate.arbiter.owners import owners
+from tidegate.arbiter.placement import most_ever
+from tidegate.arbiter.view import GroupState, NodeSeen, PoolSeen, View
+from tidegate.clock import Clock
+from tidegate.errors import ClaimNeverFitsError
+from tidegate.ids import ClaimId, GatewayId, NodeId, PoolName
+from tidegate.spec.policy import Policy
+from tidegate.telemetry.goodput import Span, SpanBook
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetSeen:
+    """The part of a view that is read from the cluster; the rest comes from reports."""
+
+    nodes: Mapping[NodeId, NodeSeen] = field(default_factory=dict)
+    pools: Mapping[PoolName, PoolSeen] = field(default_factory=dict)
+    groups: Mapping[ClaimId, GroupState] = field(default_factory=dict)
+    gangs_gone: Mapping[ClaimId, str] = field(default_factory=dict)
+    """Open claims whose coordinator is dead, and how that was seen."""
+
+
+class Fleet(Protocol):
+    """The arbiter's eyes and hands."""
+
+    def look(self, book: Book) -> FleetSeen: ...
+
+    def apply(self, move: Move, book: Book) -> None:
+        """Carry out one move. Idempotent: a move may come twice after a restart. Raises whatever went wrong."""
+
+
+@dataclass(slots=True)
+class ArbiterLoop:
+    """Reports come in from any thread; `tick` runs in one."""
+
+    fleet: Fleet
+    clock: Clock
+    journal: Journal
+    policy: Policy
+    spans: SpanBook
+    book: Book = field(init=False)
+    seen: FleetSeen = field(init=False, default_factory=FleetSeen)
+    decision: Decision = field(init=False, default=Decision(moves=(), reason="not looked yet"))
+    gateways: dict[GatewayId, GatewayReport] = field(init=False, default_factory=dict)
+    health: dict[NodeId, HealthReport] = field(init=False, default_factory=dict)
+    gangs: dict[ClaimId, GangReport] = field(init=False, default_factory=dict)
+    replicas: dict[str, ReplicaReport] = field(init=False, default_factory=dict)
+    releases: dict[ClaimId, str] = field(init=False, default_factory=dict)
+    _lock: threading.RLock = field(init=False, default_factory=threading.RLock)
+    _noted: str = field(init=False, default="")
+
+    def __post_init__(self) -> None:
+        self.book = self.journal.book()
+
+    def tick(self) -> Decision:
+        seen = self.fleet.look(self.book)
+        with self._lock:
+            self.seen = seen
+            view = self.view()
+            now_s = self.clock.now_s()
+            self.decision = decide(self.book, view, self.policy, now_s)
+            self._commit(self.decision.moves, self.decision.reason, now_s)
+            self.spans.observe(owners(self.book, view), now_s)
+        for move in self.decision.moves:
+            self._act(move)
+        return self.decision
+
+    def view(self) -> View:
+        return View(
+            nodes=self.seen.nodes,
+            pools=self.seen.pools,
+            groups=self.seen.groups,
+            gateways=dict(self.gateways),
+            health={node: report for node, report in self.health.items() if node in self.seen.nodes},
+            gangs=dict(self.gangs),
+            releases={**self.seen.gangs_gone, **self.releases},
+            replicas=dict(self.replicas),
+        )
+
+    # What people and rooms ask for
+
+    def file(self, spec: ClaimSpec) -> ClaimId:
+        """File a claim; the same name asked again while it is open is the same claim.
+
+        Raises:
+            ClaimNeverFitsError: see there.
+        """
+        with self._lock:
+            standing = next((c for c in self.book.open_claims() if c.spec.name == spec.name), None)
+            if standing is not None:
+                return standing.id
+            self._check_fits(spec)
+            used = sum(1 for claim in self.book.claims.values() if claim.spec.name == spec.name)
+            claim = ClaimId(spec.name if used == 0 else f"{spec.name}.{used + 1}")
+            now_s = self.clock.now_s()
+            self._commit((File(claim=claim, spec=spec, at_s=now_s),), "filed", now_s)
+            return claim
+
+    def claim(self, claim: ClaimId) -> Claim:
+        return self.book.claims[claim]
+
+    def exchange(self, report: GatewayReport) -> Orders:
+        self.gateways[report.gateway] = report
+        return self.book.orders
+
+    def report_gang(self, report: GangReport) -> None:
+        before = self.gangs.get(report.claim)
+        self.gangs[report.claim] = report
+        if before is None or (before.phase, before.gang_generation) != (report.phase, report.gang_generation):
+            self.note(
+                JournalEntry(
+                    at_s=report.at_s,
+                    kind="gang",
+                    subjects=(report.claim, *report.gpus),
+                    reason=f"{report.phase}: generation {report.gang_generation}, {report.world_size} ranks"
+                    + (f"; {report.reason}" if report.reason else ""),
+                )
+            )
+
+    def publish(self, app: str, uri: str) -> Weights:
+        with self._lock:
+            old = self.book.weights.get(app)
+            weights = Weights(version=old.version + 1 if old else 1, uri=uri)
+            self._commit((Publish(app=app, weights=weights),), "published", self.clock.now_s())
+            return weights
+
+    def report_replica(self, app: str, report: ReplicaReport) -> Weights | None:
+        before = self.replicas.get(report.replica)
+        self.replicas[report.replica] = report
+        if before is None or (before.serving_version, before.refused) != (report.serving_version, report.refused):
+            said = f"serves version {report.serving_version}" if not report.refused else report.refused
+            self.note(JournalEntry(at_s=report.at_s, kind="replica", subjects=(app, report.replica), reason=said))
+        return self.book.weights.get(app)
+
+    def note(self, entry: JournalEntry) -> None:
+        with self._lock:
+            self.journal.note(entry)
+
+    def current_spans(self) -> tuple[Span, ...]:
+        return self.spans.current()
+
+    def _commit(self, moves: tuple[Move, ...], why: str, now_s: float) -> None:
+        book = self.book
+        for move in moves:
+            book = apply(book, move)
+        if moves:
+            self.journal.write(moves, why, now_s)
+        self.book = book
+
+    def _act(self, move: Move) -> None:
+        try:
+            self.fleet.apply(move, self.book)
+        except Exception as error:
+            # The next look shows that it did not happen, and decide asks for it again; say it once.
+            said = f"{move.kind}: {type(error).__name__}: {error}"
+            log.warning("a move failed: %s", said)
+            if said != self._noted:
+                self._noted = said
+                self.note(JournalEntry(at_s=self.clock.now_s(), kind="failed_move", reason=said))
+
+    def _check_fits(self, spec: ClaimSpec) -> None:
+        there = most_ever(self.view())
+        nodes = len(self.seen.nodes)
+        if spec.claim_class not in self.policy.claims.classes or spec.claim_class == "serving":
+            known = ", ".join(name for name in self.policy.claims.classes if name != "serving")
+            raise ClaimNeverFitsError(
+                spec.name,
+                f"class {spec.claim_class!r}",
+                f"classes {known}",
+                "name one of these, or add it to policy.yaml",
+            )
+        if not 1 <= spec.min_gpus <= spec.max_gpus:
+            raise ClaimNeverFitsError(
+                spec.name,
+                f"{spec.min_gpus} to {spec.max_gpus} GPUs",
+                f"{there} GPUs on {nodes} nodes",
+                "min GPUs must be at least 1 and at most max GPUs",
+            )
+        if spec.min_gpus > there:
+            raise ClaimNeverFitsError(
+                spec.name,
+                f"at least {spec.min_gpus} GPUs on nodes of one size",
+                f"{there} GPUs on {nodes} live nodes, all else gone",
+                f"lower min GPUs to {there} or less, or add {spec.min_gpus - there} GPUs",
+            )
+
+
+def claim_row(claim: Claim) -> dict[str, object]:
+    """One claim as `tidegate status --json` shows it."""
+    return {
+        "claim": claim.id,
+        "state": str(claim.state),
+        "reason": claim.reason,
+        "owner": claim.spec.owner,
+        "class": claim.spec.claim_class,
+        "filed_at_s": claim.filed_at_s,
+        "since_s": claim.since_s,
+        "nodes": list(claim.nodes),
+        "gpus": [gpu for node in claim.grant.nodes for gpu in node.gpus] if claim.grant else [],
+    }
