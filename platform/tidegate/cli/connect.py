@@ -1,0 +1,42 @@
+"""Talk to the arbiter from a command."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import ray
+
+from tidegate.arbiter.client import NAMESPACE, ArbiterClient
+from tidegate.errors import NoArbiterError
+
+T = TypeVar("T")
+
+
+def connect(address: str) -> None:
+    """Join the Ray cluster as a driver.
+
+    Raises:
+        NoArbiterError: there is no cluster at `address`.
+    """
+    try:
+        ray.init(
+            address=address,
+            namespace=NAMESPACE,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            ignore_reinit_error=True,
+        )
+    except ConnectionError as error:
+        raise NoArbiterError(f"no Ray cluster at {address}: {error}") from None
+
+
+def ask(address: str, question: Callable[[ArbiterClient], Coroutine[Any, Any, T]]) -> T:
+    """Put one question to the arbiter and leave the cluster again."""
+    connect(address)
+    try:
+        return asyncio.run(question(ArbiterClient(timeout_s=15.0)))
+    finally:
+        ray.shutdown()

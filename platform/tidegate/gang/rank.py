@@ -1,0 +1,58 @@
+"""One rank: a process forked from the node agent's warm forkserver, which has torch and the loop imported already."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from collections.abc import MutableSequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tidegate.gang.beat import SharedProgress
+from tidegate.gang.states import Plan, Slot
+from tidegate.train.config import RunConfig
+
+PRELOAD = ("tidegate.gang.rank", "tidegate.train.loop")
+"""What the forkserver imports once. It never touches CUDA, so forking from it is safe."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankJob:
+    """What a rank is told; it crosses a process border."""
+
+    config: RunConfig
+    data_dir: str
+    run_dir: str
+    plan: Plan
+    slot: Slot
+
+
+def rank_main(job: RankJob, cells: MutableSequence[float]) -> None:
+    """Set up the environment that torchrun would give, then run the loop."""
+    # Ranks end with their forkserver, which ends with the agent: an orphan would hold its GPU.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    local_world = sum(1 for slot in job.plan.slots if slot.node == job.slot.node)
+    os.environ.update(
+        RANK=str(job.slot.rank),
+        LOCAL_RANK=str(job.slot.local_rank),
+        WORLD_SIZE=str(job.plan.world_size),
+        LOCAL_WORLD_SIZE=str(local_world),
+        MASTER_ADDR=job.plan.master_address,
+        MASTER_PORT=str(job.plan.master_port),
+        # By UUID: NVML and CUDA number GPUs differently.
+        CUDA_VISIBLE_DEVICES=job.slot.gpu,
+        CUDA_DEVICE_ORDER="PCI_BUS_ID",
+    )
+    from tidegate.train.loop import run
+
+    run(
+        job.config,
+        Path(job.data_dir),
+        Path(job.run_dir),
+        SharedProgress(cells),
+        generation=job.plan.generation,
+    )
