@@ -24,7 +24,7 @@ app = typer.Typer(
 A training claim takes serving's GPUs; the overflow goes to outside providers and no request fails; when training ends,
 replicas come home in steps.
 
-**Start:** `ray start --head` and its workers, then `tidegate up --policy policy.yaml`, `serve deploy serve_apps/images.yaml`.
+**Start:** `ray start` the cluster, then `tidegate up --policy policy.yaml` and `serve deploy serve_apps/images.yaml`.
 
 **Train:** `ray job submit -- python jobs/train_dit.py --config jobs/configs/digits.yaml --data … --run-dir … --gpus 6`
 
@@ -113,9 +113,9 @@ def publish(
 ) -> None:
     """Have the replicas serve new weights. Each replica verifies them first; refused ones leave the old serving."""
     from tidegate.cli.connect import ask
-    from tidegate.train.export import check_export
+    from tidegate.train.export import export_id
 
-    check_export(folder)
+    export_id(folder)
     weights = ask(address, lambda arbiter: arbiter.publish(app_name, str(folder.resolve())))
     typer.echo(f"version {weights.version} is published: {weights.uri}")
 
@@ -128,7 +128,7 @@ def demo(
     steps: Annotated[int | None, typer.Option(help="Training steps, in place of the config's.")] = None,
 ) -> None:
     """The whole job once, on this machine, without a GPU: serve, train, crash, heat, return. About eight minutes."""
-    from tidegate.cli.demo import play
+    from tidegate.cli.demo.play import play
 
     raise typer.Exit(play(output, base_port=base_port, steps=steps))
 
