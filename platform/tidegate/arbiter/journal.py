@@ -117,7 +117,8 @@ def is_about(name: str, subject: str) -> bool:
         return True
     if len(subject) < 6:
         return False
-    return name.startswith(subject) or (name.startswith("pool-") and subject.startswith(name.removeprefix("pool-")))
+    pool = name.removeprefix("pool-")
+    return name.startswith(subject) or (pool != name and (pool.startswith(subject) or subject.startswith(pool)))
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

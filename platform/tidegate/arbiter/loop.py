@@ -70,6 +70,7 @@ class ArbiterLoop:
     gangs: dict[ClaimId, GangReport] = field(init=False, default_factory=dict)
     replicas: dict[str, ReplicaReport] = field(init=False, default_factory=dict)
     releases: dict[ClaimId, str] = field(init=False, default_factory=dict)
+    _looked: bool = field(init=False, default=False)
     _lock: threading.RLock = field(init=False, default_factory=threading.RLock)
     _noted: str = field(init=False, default="")
 
@@ -79,7 +80,7 @@ class ArbiterLoop:
     def tick(self) -> Decision:
         seen = self.fleet.look(self.book)
         with self._lock:
-            self.seen = seen
+            self.seen, self._looked = seen, True
             view = self.view()
             now_s = self.clock.now_s()
             self.decision = decide(self.book, view, self.policy, now_s)
@@ -113,6 +114,8 @@ class ArbiterLoop:
             standing = next((c for c in self.book.open_claims() if c.spec.name == spec.name), None)
             if standing is not None:
                 return standing.id
+            if not self._looked:  # right after a restart: an unseen cluster is not an empty one
+                self.seen, self._looked = self.fleet.look(self.book), True
             self._check_fits(spec)
             used = sum(1 for claim in self.book.claims.values() if claim.spec.name == spec.name)
             claim = ClaimId(spec.name if used == 0 else f"{spec.name}.{used + 1}")

@@ -213,7 +213,9 @@ class GangReport:
     step: int
     world_size: int
     gpus: tuple[GpuId, ...] = ()
-    """GPUs that hold a rank now."""
+    """GPUs that hold a rank now, by rank."""
+    pids: tuple[int | None, ...] = ()
+    """Process of each rank on its node; None while it starts."""
     loss: float | None = None
     reason: str | None = None
     """Of a failure, or of the newest restart."""

@@ -122,16 +122,6 @@ class Coordinator:
             over=self._over,
         )
 
-    async def ranks(self) -> list[dict[str, Any]]:
-        """The ranks of the present generation: rank, node, GPU, pid, step, phase."""
-        gang = self._gang
-        if gang is None or gang.plan is None:
-            return []
-        return [
-            {"rank": slot.rank, "node": slot.node, "gpu": slot.gpu, **_beat_row(gang, slot.rank)}
-            for slot in gang.plan.slots
-        ]
-
     # Agents
 
     async def join(self, member: Member) -> None:
@@ -279,6 +269,7 @@ class Coordinator:
             step=gang.best_step,
             world_size=len(slots),
             gpus=tuple(slot.gpu for slot in slots),
+            pids=tuple(gang.beats[slot.rank].pid if slot.rank in gang.beats else None for slot in slots),
             loss=_loss(gang),
             reason=gang.reason,
         )
@@ -309,13 +300,6 @@ class _Gauges:
 
 def _loss(gang: Gang | None) -> float | None:
     return next((beat.loss for beat in gang.beats.values() if beat.loss is not None), None) if gang else None
-
-
-def _beat_row(gang: Gang, rank: int) -> dict[str, Any]:
-    beat = gang.beats.get(rank)
-    if beat is None:
-        return {"pid": None, "step": -1, "phase": "starting"}
-    return {"pid": beat.pid, "step": beat.step, "phase": beat.phase}
 
 
 def start_coordinator(order: RunOrder) -> Any:

@@ -7,6 +7,7 @@ whatever still carries the marker. Other Ray clusters on the machine are never t
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import secrets
 import shutil
@@ -24,6 +25,7 @@ from tidegate.errors import PortInUseError, TidegateError
 
 MARKER = "TIDEGATE_LOCAL_CLUSTER"
 START_DEADLINE_S = 90.0
+_PR_SET_PDEATHSIG = 1
 
 
 class ClusterStartError(TidegateError):
@@ -107,6 +109,8 @@ class LocalCluster:
     def _base_environment(self) -> dict[str, str]:
         return {
             MARKER: self.marker,
+            # `python` of a job's entrypoint is ours.
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_AUTH_MODE": "disabled",
             "RAY_DISABLE_IMPORT_WARNING": "1",
@@ -141,7 +145,7 @@ class LocalCluster:
                 f"--address={self.address}",
                 f"--num-gpus={self.gpus_per_node[index]}",
                 f"--num-cpus={self.node_cpus}",
-                f'--labels=tidegate/name=node-{"abcdefghijklmnopqrstuvwxyz"[index % 26]}',
+                f"--labels=tidegate/name=node-{'abcdefghijklmnopqrstuvwxyz'[index % 26]}",
             ],
             extra,
         )
@@ -171,6 +175,7 @@ class LocalCluster:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=_end_with_parent,
             )
         self._started.append(process)
         deadline = time.monotonic() + START_DEADLINE_S
@@ -218,6 +223,11 @@ def end_marked(marker: str, patience_s: float) -> None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
         time.sleep(0.1)
+
+
+def _end_with_parent() -> None:
+    """Runs in the child: SIGTERM when the process that started the cluster is killed outright."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _own_address() -> str:

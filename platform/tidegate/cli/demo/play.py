@@ -27,7 +27,7 @@ from tidegate.cli.demo.digits import Judge
 from tidegate.cli.demo.pictures import draw_before_after, draw_timeline
 from tidegate.cli.demo.report import build_report, write_report
 from tidegate.cli.demo.screen import Screen
-from tidegate.cli.demo.stage import GPUS_PER_NODE, MODEL, NODES, Stage, WaitedTooLongError, set_up
+from tidegate.cli.demo.stage import GPUS_PER_NODE, JOB, MODEL, NODES, Stage, WaitedTooLongError, set_up
 from tidegate.gang.coordinator import JOURNAL as GANG_JOURNAL
 
 PER_CLASS = 20
@@ -47,7 +47,7 @@ def play(output: Path, *, base_port: int, steps: int | None) -> int:
             drama = _Drama(stage=stage, output=output, screen=screen)
             try:
                 with set_up(stage, screen.say):
-                    drama.play()
+                    drama.play_and_explain()
             finally:
                 drama.close()
             report = drama.report()
@@ -79,10 +79,17 @@ class _Drama:
         self.steps = yaml.safe_load(self.stage.config.read_text(encoding="utf-8"))["steps"]
         connect(self.stage.cluster.address)
         self.high_water()
-        job = self.claim()
+        self.claim()
         self.weather()
-        self.ebb(job)
+        self.ebb()
         self.epilogue()
+
+    def play_and_explain(self) -> None:
+        """As `play`; where something does not happen, the job's own last words go with the error."""
+        try:
+            self.play()
+        except WaitedTooLongError as error:
+            raise WaitedTooLongError(f"{error}\nthe job's last lines:\n{self.stage.job_log()}") from None
 
     def close(self) -> None:
         if self.client is not None:
@@ -102,22 +109,20 @@ class _Drama:
 
     # --- Act 2 ---------------------------------------------------------------------------------------------------
 
-    def claim(self) -> str:
+    def claim(self) -> None:
         self.screen.act("Act 2, the claim: training takes all six GPUs")
-        said = self.stage.command(
-            "ray", "job", "submit", "--no-wait", "--submission-id", "digits", "--",
+        self.stage.command(
+            "ray", "job", "submit", "--no-wait", "--submission-id", JOB, "--",
             "python", str(self.stage.root / "jobs/train_dit.py"),
             "--config", str(self.stage.config),
             "--data", str(self.stage.folder / "shards"),
             "--run-dir", str(self.stage.run_dir),
             "--gpus", str(GPUS),
         )  # fmt: skip
-        del said
         self.wait(lambda now: _claim_state(now) == "granted" or _gang_step(now) > 0, 120, "the claim is granted")
         self.screen.say("granted: replicas have drained, overflow goes to the provider")
         self.wait(lambda now: _gang_step(now) > 0, 180, "the gang makes its first step")
         self.screen.say("six ranks train")
-        return "digits"
 
     # --- Act 3 ---------------------------------------------------------------------------------------------------
 
@@ -139,7 +144,7 @@ class _Drama:
 
     # --- Act 4 ---------------------------------------------------------------------------------------------------
 
-    def ebb(self, job: str) -> None:
+    def ebb(self) -> None:
         self.wait(lambda now: _claim_state(now) in ("returning", "done"), 600, "training ends")
         self.screen.act("Act 4, ebb: training has ended, replicas come home in steps")
         self.wait(lambda now: now["spillway"] == "closed" and _running(now) == GPUS, 180, "all replicas are home")
@@ -147,7 +152,7 @@ class _Drama:
         self.screen.say("the spillway is closed; publishing the new weights")
         self.stage.command("tidegate", "publish", str(self.stage.run_dir / "export"))
         self.wait(lambda now: _swapped(now) >= GPUS, 120, "all replicas serve the new weights")
-        status = self.stage.command("ray", "job", "status", job)
+        status = self.stage.command("ray", "job", "status", JOB)
         if "SUCCEEDED" not in status:
             raise WaitedTooLongError(f"the job has not succeeded: {status}")
 
@@ -260,10 +265,7 @@ def _summary(console: Console, report: dict[str, Any], output: Path) -> None:
         ("hot reading to rank gone", f"{report['hot_gpu']['reading_to_rank_gone_s']:.1f} s"),
         ("training's end to all home", f"{report['flip']['return_s']:.1f} s"),
         ("ranks over time", " -> ".join(map(str, training["world_sizes"]))),
-        (
-            "digits right, before -> after",
-            f"{training['digit_accuracy_before']:.0%} -> {training['digit_accuracy_after']:.0%}",
-        ),
+        ("digits right, before -> after", judged),
         ("checkpoint stall, median", f"{report['checkpoints']['stall_p50_s'] * 1000:.1f} ms"),
     )
     for name, value in rows:

@@ -21,7 +21,6 @@ class Screen:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._began = time.monotonic()
-        self._live = Live(get_renderable=self._render, console=console, refresh_per_second=2, transient=True)
         self._bar = Progress(
             TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}")
         )
@@ -29,6 +28,8 @@ class Screen:
         self._act = "Prologue"
         self._status: Mapping[str, Any] | None = None
         self._client: SteadyClient | None = None
+        # Last: it renders once while it is made.
+        self._live = Live(get_renderable=self._render, console=console, refresh_per_second=2, transient=True)
 
     def __enter__(self) -> Screen:
         if self._console.is_terminal:

@@ -25,6 +25,7 @@ NODES = ("node-a", "node-b", "node-c")
 GPUS_PER_NODE = 2
 MODEL = "tidegate-digits"
 PROVIDER = "stand-in"
+JOB = "digits"
 NEEDED = ("jobs/train_dit.py", "serve_apps/images.py", "jobs/configs/digits.yaml")
 
 
@@ -172,6 +173,13 @@ class Stage:
 
     def python(self, *arguments: str) -> str:
         return self.command(Path(sys.executable).name, *arguments)
+
+    def job_log(self) -> str:
+        """The last lines of the training job's log; empty before it was submitted."""
+        try:
+            return self.command("ray", "job", "logs", JOB)[-2000:]
+        except StageError:
+            return ""
 
     def clear(self) -> None:
         if self.provider is not None and self.provider.poll() is None:

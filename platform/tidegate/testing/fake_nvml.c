@@ -1,0 +1,530 @@
+/* A stand-in for libnvidia-ml.so.1 that answers from a text file, so that the unmodified nvidia-ml-py (ours and the
+   copy inside Ray) reads "GPUs" on a machine that has none. `tidegate.testing.fake_nvml` builds it and writes the file.
+
+   FAKE_NVML_STATE names the file. It is read again whenever it changes. One `key=value` a line, the last one wins, `#`
+   starts a comment:
+
+     sys.count=8              GPUs that NVML lists
+     sys.driver=570.86.15     driver version
+     sys.init_error=9         nvmlInit returns this code
+     sys.error=18             every call after nvmlInit returns this code
+     gpu.3.temp=81            GPU 3; `gpu.*.temp=61` is for all GPUs that have no line of their own
+     gpu.3.temp=!3            a value of `!N` makes that one call return the code N
+     gpu.3.temp_v=!13         only nvmlDeviceGetTemperatureV, as on a driver that lacks it
+     gpu.3.error=15           every call on this GPU returns this code (15: the GPU is lost)
+     gpu.3.handle_error=15    only opening it fails
+     gpu.3.delay_ms=60000     every call on this GPU hangs this long, or until the line says otherwise
+     gpu.3.field.230.0=1      field value, by field id and scope
+     gpu.3.gpm.5=41.5         GPM metric, by its id, in NVML's unit
+   and uuid, name, margin, util, mem_total, mem_used, power_mw. A key that is missing reads as NOT_SUPPORTED. */
+
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <time.h>
+
+enum {
+    SUCCESS = 0,
+    UNINITIALIZED = 1,
+    INVALID_ARGUMENT = 2,
+    NOT_SUPPORTED = 3,
+    INSUFFICIENT_SIZE = 7,
+    DRIVER_NOT_LOADED = 9,
+    ARGUMENT_VERSION_MISMATCH = 25,
+};
+
+enum { MAX_GPUS = 64, MAX_LINES = 4096, KEY_SIZE = 96, VALUE_SIZE = 160, MAX_FUNCTIONS = 32 };
+
+typedef int nvmlReturn_t;
+
+/* --- the state file ---------------------------------------------------------------------------------------------- */
+
+static struct {
+    char key[KEY_SIZE];
+    char value[VALUE_SIZE];
+} lines[MAX_LINES];
+
+static int line_count;
+static bool state_there;
+static struct stat state_seen;
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER; /* guards everything above, and the counters below */
+static int initialized;
+
+/* Caller holds the mutex. The inode is compared too: two edits by rename may fall into one tick of the file system's
+   clock. */
+static void reload(void) {
+    const char *path = getenv("FAKE_NVML_STATE");
+    struct stat now;
+    if (path == NULL || stat(path, &now) != 0) {
+        line_count = 0;
+        state_there = false;
+        return;
+    }
+    if (state_there && now.st_ino == state_seen.st_ino && now.st_size == state_seen.st_size &&
+        now.st_mtim.tv_sec == state_seen.st_mtim.tv_sec && now.st_mtim.tv_nsec == state_seen.st_mtim.tv_nsec)
+        return;
+    FILE *file = fopen(path, "r");
+    if (file == NULL)
+        return;
+    line_count = 0;
+    char text[KEY_SIZE + VALUE_SIZE + 2];
+    while (line_count < MAX_LINES && fgets(text, sizeof text, file) != NULL) {
+        text[strcspn(text, "\n")] = '\0';
+        char *equals = strchr(text, '=');
+        if (text[0] == '#' || equals == NULL)
+            continue;
+        *equals = '\0';
+        snprintf(lines[line_count].key, KEY_SIZE, "%.*s", KEY_SIZE - 1, text);
+        snprintf(lines[line_count].value, VALUE_SIZE, "%.*s", VALUE_SIZE - 1, equals + 1);
+        line_count++;
+    }
+    fclose(file);
+    state_seen = now;
+    state_there = true;
+}
+
+static const char *find(const char *key) {
+    for (int i = line_count - 1; i >= 0; i--)
+        if (strcmp(lines[i].key, key) == 0)
+            return lines[i].value;
+    return NULL;
+}
+
+static long system_number(const char *key) {
+    const char *value = find(key);
+    return value == NULL ? 0 : atol(value);
+}
+
+/* SUCCESS and the value's text, NOT_SUPPORTED where no line has it, or the code that a `!N` asks for. */
+static nvmlReturn_t gpu_value(int gpu, const char *key, const char **value) {
+    char full[KEY_SIZE];
+    snprintf(full, sizeof full, "gpu.%d.%s", gpu, key);
+    *value = find(full);
+    if (*value == NULL) {
+        snprintf(full, sizeof full, "gpu.*.%s", key);
+        *value = find(full);
+    }
+    if (*value == NULL)
+        return NOT_SUPPORTED;
+    return (*value)[0] == '!' ? atoi(*value + 1) : SUCCESS;
+}
+
+static long gpu_number(int gpu, const char *key) {
+    const char *value;
+    return gpu_value(gpu, key, &value) == SUCCESS ? atol(value) : 0;
+}
+
+/* --- what tests ask the fake itself ------------------------------------------------------------------------------ */
+
+static struct {
+    const char *function;
+    unsigned long calls[MAX_GPUS];
+} counters[MAX_FUNCTIONS];
+
+/* Caller holds the mutex. `function` is a __func__, so it lives for ever. */
+static void count_call(const char *function, int gpu) {
+    for (int i = 0; i < MAX_FUNCTIONS; i++) {
+        if (counters[i].function == NULL)
+            counters[i].function = function;
+        if (strcmp(counters[i].function, function) == 0) {
+            counters[i].calls[gpu]++;
+            return;
+        }
+    }
+}
+
+unsigned long fake_nvml_calls(const char *function, unsigned int gpu) {
+    unsigned long calls = 0;
+    pthread_mutex_lock(&mutex);
+    for (int i = 0; i < MAX_FUNCTIONS && counters[i].function != NULL; i++)
+        if (gpu < MAX_GPUS && strcmp(counters[i].function, function) == 0)
+            calls = counters[i].calls[gpu];
+    pthread_mutex_unlock(&mutex);
+    return calls;
+}
+
+/* --- devices: a handle is the address of one of these ------------------------------------------------------------ */
+
+static struct device {
+    char unused;
+} devices[MAX_GPUS];
+
+static void nap(long milliseconds) {
+    struct timespec rest = {milliseconds / 1000, milliseconds % 1000 * 1000000L};
+    nanosleep(&rest, NULL);
+}
+
+/* Outside the mutex, in short naps, so that other GPUs answer meanwhile and an edit of the file ends the hang. */
+static void hang(int gpu) {
+    for (long waited = 0;; waited += 10) {
+        pthread_mutex_lock(&mutex);
+        reload();
+        long delay = gpu_number(gpu, "delay_ms");
+        pthread_mutex_unlock(&mutex);
+        if (waited >= delay)
+            return;
+        nap(10);
+    }
+}
+
+/* The start of every call on a GPU. On SUCCESS the caller holds the mutex and must give it back. */
+static nvmlReturn_t enter(const struct device *device, const char *function, int *gpu) {
+    if (device < devices || device >= devices + MAX_GPUS)
+        return INVALID_ARGUMENT;
+    *gpu = (int)(device - devices);
+    hang(*gpu);
+    pthread_mutex_lock(&mutex);
+    count_call(function, *gpu);
+    nvmlReturn_t code = initialized ? (nvmlReturn_t)system_number("sys.error") : UNINITIALIZED;
+    if (code == SUCCESS)
+        code = *gpu < system_number("sys.count") ? (nvmlReturn_t)gpu_number(*gpu, "error") : INVALID_ARGUMENT;
+    if (code != SUCCESS)
+        pthread_mutex_unlock(&mutex);
+    return code;
+}
+
+/* A call that answers with one value: its text is copied into `text`. */
+static nvmlReturn_t ask(const struct device *device, const char *function, const char *key, char text[VALUE_SIZE]) {
+    int gpu;
+    nvmlReturn_t code = enter(device, function, &gpu);
+    if (code != SUCCESS)
+        return code;
+    const char *value;
+    code = gpu_value(gpu, key, &value);
+    if (code == SUCCESS)
+        snprintf(text, VALUE_SIZE, "%s", value);
+    pthread_mutex_unlock(&mutex);
+    return code;
+}
+
+static nvmlReturn_t copy_text(const char *text, char *out, unsigned int size) {
+    if (strlen(text) + 1 > size)
+        return INSUFFICIENT_SIZE;
+    memcpy(out, text, strlen(text) + 1);
+    return SUCCESS;
+}
+
+static nvmlReturn_t ask_text(const struct device *device, const char *function, const char *key, char *out,
+                             unsigned int size) {
+    char text[VALUE_SIZE];
+    nvmlReturn_t code = ask(device, function, key, text);
+    return code == SUCCESS ? copy_text(text, out, size) : code;
+}
+
+static nvmlReturn_t ask_unsigned(const struct device *device, const char *function, const char *key,
+                                 unsigned int *out) {
+    char text[VALUE_SIZE];
+    nvmlReturn_t code = ask(device, function, key, text);
+    if (code == SUCCESS)
+        *out = (unsigned int)strtoul(text, NULL, 0);
+    return code;
+}
+
+/* --- NVML: the library and its GPUs ------------------------------------------------------------------------------ */
+
+nvmlReturn_t nvmlInitWithFlags(unsigned int flags) {
+    (void)flags;
+    pthread_mutex_lock(&mutex);
+    reload();
+    nvmlReturn_t code = state_there ? (nvmlReturn_t)system_number("sys.init_error") : DRIVER_NOT_LOADED;
+    if (code == SUCCESS)
+        initialized++;
+    pthread_mutex_unlock(&mutex);
+    return code;
+}
+
+nvmlReturn_t nvmlInit_v2(void) { return nvmlInitWithFlags(0); }
+
+nvmlReturn_t nvmlShutdown(void) {
+    pthread_mutex_lock(&mutex);
+    nvmlReturn_t code = initialized ? SUCCESS : UNINITIALIZED;
+    if (initialized)
+        initialized--;
+    pthread_mutex_unlock(&mutex);
+    return code;
+}
+
+const char *nvmlErrorString(nvmlReturn_t code) {
+    return code == SUCCESS ? "Success" : "an error made by the fake NVML";
+}
+
+/* The start of every call that is not on one GPU. On SUCCESS the caller holds the mutex. */
+static nvmlReturn_t enter_system(void) {
+    pthread_mutex_lock(&mutex);
+    reload();
+    nvmlReturn_t code = initialized ? (nvmlReturn_t)system_number("sys.error") : UNINITIALIZED;
+    if (code != SUCCESS)
+        pthread_mutex_unlock(&mutex);
+    return code;
+}
+
+nvmlReturn_t nvmlSystemGetDriverVersion(char *version, unsigned int size) {
+    nvmlReturn_t code = enter_system();
+    if (code != SUCCESS)
+        return code;
+    const char *text = find("sys.driver");
+    code = text == NULL ? NOT_SUPPORTED : copy_text(text, version, size);
+    pthread_mutex_unlock(&mutex);
+    return code;
+}
+
+nvmlReturn_t nvmlDeviceGetCount_v2(unsigned int *count) {
+    nvmlReturn_t code = enter_system();
+    if (code != SUCCESS)
+        return code;
+    *count = (unsigned int)system_number("sys.count");
+    pthread_mutex_unlock(&mutex);
+    return SUCCESS;
+}
+
+nvmlReturn_t nvmlDeviceGetHandleByIndex_v2(unsigned int index, struct device **device) {
+    nvmlReturn_t code = enter_system();
+    if (code != SUCCESS)
+        return code;
+    if (index >= MAX_GPUS || index >= system_number("sys.count"))
+        code = INVALID_ARGUMENT;
+    else
+        code = (nvmlReturn_t)gpu_number((int)index, "handle_error");
+    if (code == SUCCESS)
+        *device = &devices[index];
+    pthread_mutex_unlock(&mutex);
+    return code;
+}
+
+nvmlReturn_t nvmlDeviceGetName(struct device *device, char *name, unsigned int size) {
+    return ask_text(device, __func__, "name", name, size);
+}
+
+nvmlReturn_t nvmlDeviceGetUUID(struct device *device, char *uuid, unsigned int size) {
+    return ask_text(device, __func__, "uuid", uuid, size);
+}
+
+/* --- NVML: readings ---------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    unsigned int version;
+    unsigned int sensor;
+    int temperature;
+} nvmlTemperature_v1_t;
+
+typedef struct {
+    unsigned int version;
+    int margin;
+} nvmlMarginTemperature_v1_t;
+
+typedef struct {
+    unsigned int gpu;
+    unsigned int memory;
+} nvmlUtilization_t;
+
+typedef struct {
+    unsigned long long total;
+    unsigned long long free;
+    unsigned long long used;
+} nvmlMemory_t;
+
+/* NVML's rule for the `version` of a struct: its size, and the number of the layout above it. */
+#define VERSION_1(type) ((unsigned int)(sizeof(type) | 1u << 24))
+
+nvmlReturn_t nvmlDeviceGetTemperatureV(struct device *device, nvmlTemperature_v1_t *out) {
+    if (out->version != VERSION_1(nvmlTemperature_v1_t))
+        return ARGUMENT_VERSION_MISMATCH;
+    if (out->sensor != 0)
+        return NOT_SUPPORTED;
+    int gpu;
+    nvmlReturn_t code = enter(device, __func__, &gpu);
+    if (code != SUCCESS)
+        return code;
+    const char *value;
+    code = gpu_value(gpu, "temp_v", &value);
+    if (code == NOT_SUPPORTED)
+        code = gpu_value(gpu, "temp", &value);
+    if (code == SUCCESS)
+        out->temperature = atoi(value);
+    pthread_mutex_unlock(&mutex);
+    return code;
+}
+
+nvmlReturn_t nvmlDeviceGetTemperature(struct device *device, int sensor, unsigned int *celsius) {
+    return sensor == 0 ? ask_unsigned(device, __func__, "temp", celsius) : NOT_SUPPORTED;
+}
+
+nvmlReturn_t nvmlDeviceGetMarginTemperature(struct device *device, nvmlMarginTemperature_v1_t *out) {
+    char text[VALUE_SIZE];
+    if (out->version != VERSION_1(nvmlMarginTemperature_v1_t))
+        return ARGUMENT_VERSION_MISMATCH;
+    nvmlReturn_t code = ask(device, __func__, "margin", text);
+    if (code == SUCCESS)
+        out->margin = atoi(text);
+    return code;
+}
+
+nvmlReturn_t nvmlDeviceGetUtilizationRates(struct device *device, nvmlUtilization_t *out) {
+    out->memory = 0;
+    return ask_unsigned(device, __func__, "util", &out->gpu);
+}
+
+nvmlReturn_t nvmlDeviceGetPowerUsage(struct device *device, unsigned int *milliwatts) {
+    return ask_unsigned(device, __func__, "power_mw", milliwatts);
+}
+
+nvmlReturn_t nvmlDeviceGetMemoryInfo(struct device *device, nvmlMemory_t *out) {
+    int gpu;
+    nvmlReturn_t code = enter(device, __func__, &gpu);
+    if (code != SUCCESS)
+        return code;
+    const char *total, *used;
+    code = gpu_value(gpu, "mem_total", &total);
+    if (code == SUCCESS)
+        code = gpu_value(gpu, "mem_used", &used);
+    if (code == SUCCESS) {
+        out->total = strtoull(total, NULL, 0);
+        out->used = strtoull(used, NULL, 0);
+        out->free = out->total - out->used;
+    }
+    pthread_mutex_unlock(&mutex);
+    return code;
+}
+
+enum { VALUE_DOUBLE = 0, VALUE_UNSIGNED_LONG_LONG = 3, VALUE_SIGNED_INT = 5 };
+
+typedef struct {
+    unsigned int field;
+    unsigned int scope;
+    long long timestamp_us;
+    long long latency_us;
+    int type;
+    nvmlReturn_t code;
+    union {
+        double as_double;
+        unsigned long long as_unsigned;
+        int as_int;
+    } value;
+} nvmlFieldValue_t;
+
+nvmlReturn_t nvmlDeviceGetFieldValues(struct device *device, int count, nvmlFieldValue_t *fields) {
+    int gpu;
+    nvmlReturn_t code = enter(device, __func__, &gpu);
+    if (code != SUCCESS)
+        return code;
+    for (int i = 0; i < count; i++) {
+        nvmlFieldValue_t *field = &fields[i];
+        char key[KEY_SIZE];
+        const char *value;
+        snprintf(key, sizeof key, "field.%u.%u", field->field, field->scope);
+        field->timestamp_us = (long long)time(NULL) * 1000000;
+        field->latency_us = 0;
+        field->value.as_unsigned = 0;
+        field->code = gpu_value(gpu, key, &value);
+        if (field->code != SUCCESS)
+            continue;
+        if (strchr(value, '.') != NULL) {
+            field->type = VALUE_DOUBLE;
+            field->value.as_double = atof(value);
+        } else if (value[0] == '-') {
+            field->type = VALUE_SIGNED_INT;
+            field->value.as_int = atoi(value);
+        } else {
+            field->type = VALUE_UNSIGNED_LONG_LONG;
+            field->value.as_unsigned = strtoull(value, NULL, 0);
+        }
+    }
+    pthread_mutex_unlock(&mutex);
+    return SUCCESS;
+}
+
+/* --- NVML: GPM (a sample is a point in time; the metric is that of the state file) ------------------------------- */
+
+enum { GPM_METRICS = 477, GPM_MIN_WINDOW_MS = 100 };
+
+typedef struct {
+    int gpu;
+    double at_ms;
+} nvmlGpmSample;
+
+typedef struct {
+    unsigned int id;
+    nvmlReturn_t code;
+    double value;
+    const char *short_name, *long_name, *unit;
+} nvmlGpmMetric_t;
+
+typedef struct {
+    unsigned int version;
+    unsigned int count;
+    nvmlGpmSample *older, *newer;
+    nvmlGpmMetric_t metrics[GPM_METRICS];
+} nvmlGpmMetricsGet_t;
+
+nvmlReturn_t nvmlGpmSampleAlloc(nvmlGpmSample **sample) {
+    *sample = calloc(1, sizeof **sample);
+    return SUCCESS;
+}
+
+nvmlReturn_t nvmlGpmSampleFree(nvmlGpmSample *sample) {
+    free(sample);
+    return SUCCESS;
+}
+
+nvmlReturn_t nvmlGpmSampleGet(struct device *device, nvmlGpmSample *sample) {
+    char text[VALUE_SIZE];
+    nvmlReturn_t code = ask(device, __func__, "gpm", text);
+    if (code != SUCCESS)
+        return code;
+    if (atoi(text) == 0)
+        return NOT_SUPPORTED;
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    sample->gpu = (int)(device - devices);
+    sample->at_ms = now.tv_sec * 1e3 + now.tv_nsec * 1e-6;
+    return SUCCESS;
+}
+
+nvmlReturn_t nvmlGpmMetricsGet(nvmlGpmMetricsGet_t *request) {
+    if (request->version != 1)
+        return ARGUMENT_VERSION_MISMATCH;
+    if (request->older == NULL || request->newer == NULL || request->older->gpu != request->newer->gpu ||
+        request->newer->at_ms - request->older->at_ms < GPM_MIN_WINDOW_MS)
+        return INVALID_ARGUMENT;
+    int gpu;
+    nvmlReturn_t code = enter(&devices[request->newer->gpu], __func__, &gpu);
+    if (code != SUCCESS)
+        return code;
+    for (unsigned int i = 0; i < request->count && i < GPM_METRICS; i++) {
+        nvmlGpmMetric_t *metric = &request->metrics[i];
+        char key[KEY_SIZE];
+        const char *value;
+        snprintf(key, sizeof key, "gpm.%u", metric->id);
+        metric->code = gpu_value(gpu, key, &value);
+        metric->value = metric->code == SUCCESS ? atof(value) : 0.0;
+        metric->short_name = metric->long_name = metric->unit = "";
+    }
+    pthread_mutex_unlock(&mutex);
+    return SUCCESS;
+}
+
+/* --- what the contract test compares with nvidia-ml-py's own structs --------------------------------------------- */
+
+unsigned long fake_nvml_sizeof(const char *type) {
+    const struct {
+        const char *name;
+        unsigned long size;
+    } sizes[] = {
+        {"c_nvmlTemperature_v1_t", sizeof(nvmlTemperature_v1_t)},
+        {"c_nvmlMarginTemperature_v1_t", sizeof(nvmlMarginTemperature_v1_t)},
+        {"c_nvmlUtilization_t", sizeof(nvmlUtilization_t)},
+        {"c_nvmlMemory_t", sizeof(nvmlMemory_t)},
+        {"c_nvmlFieldValue_t", sizeof(nvmlFieldValue_t)},
+        {"c_nvmlGpmMetric_t", sizeof(nvmlGpmMetric_t)},
+        {"c_nvmlGpmMetricsGet_t", sizeof(nvmlGpmMetricsGet_t)},
+    };
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
+        if (strcmp(sizes[i].name, type) == 0)
+            return sizes[i].size;
+    return 0;
+}

@@ -1,0 +1,19 @@
+"""An arbiter that only listens, for agents under test."""
+
+from __future__ import annotations
+
+from tidegate.arbiter.messages import HealthReport
+from tidegate.errors import NoArbiterError
+
+
+class MemoryArbiter:
+    """Keeps the health reports it was sent; `away` makes it answer as if nobody were there."""
+
+    def __init__(self) -> None:
+        self.health: list[HealthReport] = []
+        self.away = False
+
+    async def report_health(self, report: HealthReport) -> None:
+        if self.away:
+            raise NoArbiterError("away")
+        self.health.append(report)

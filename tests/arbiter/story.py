@@ -1,0 +1,148 @@
+"""An arbiter over a fleet in memory, and the reports that rooms would send it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tidegate.arbiter.book import Claim, ClaimState
+from tidegate.arbiter.journal import MemoryJournal
+from tidegate.arbiter.loop import ArbiterLoop
+from tidegate.arbiter.messages import (
+    Action,
+    CanaryResult,
+    ClaimSpec,
+    GangPhase,
+    GangReport,
+    GatewayReport,
+    GpuSeen,
+    HealthReport,
+    Verdict,
+    When,
+)
+from tidegate.ids import ClaimId, GatewayId, Generation, GpuId, NodeId, ProviderName, Tier
+from tidegate.spec.policy import Policy, ProviderSpec
+from tidegate.telemetry.goodput import SpanBook
+from tidegate.testing.fake_clock import FakeClock
+from tidegate.testing.fake_fleet import CrashedError, FakeFleet
+
+NODES = tuple(NodeId(letter * 56) for letter in "abc")
+WITH_PROVIDER = Policy(providers=(ProviderSpec(name="out", base_url="http://127.0.0.1:1/v1"),))
+
+
+def gpu(node: NodeId, index: int) -> GpuId:
+    return GpuId(f"GPU-{node[:4]}-{index}")
+
+
+def ask(
+    name: str = "run", *, gpus: int = 6, at_least: int = 3, claim_class: str = "pretrain", order: int = 0
+) -> ClaimSpec:
+    return ClaimSpec(
+        name=name, claim_class=claim_class, order=order, max_gpus=gpus, min_gpus=at_least, owner="test", deadline_s=60.0
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class Story:
+    """`tick` lets a fifth of a second pass."""
+
+    policy: Policy = WITH_PROVIDER
+    fleet: FakeFleet = field(default_factory=lambda: FakeFleet(slots=dict.fromkeys(NODES, 2)))
+    clock: FakeClock = field(default_factory=FakeClock)
+    journal: MemoryJournal = field(default_factory=MemoryJournal)
+    provider_works: bool = True
+    gateway_follows: bool = True
+    hot: set[GpuId] = field(default_factory=set)
+    phases: dict[ClaimId, GangPhase] = field(default_factory=dict)
+    crashes: int = 0
+    loop: ArbiterLoop = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """A new arbiter process: only the journal and the cluster are left of the old one."""
+        self.loop = ArbiterLoop(self.fleet, self.clock, self.journal, self.policy, SpanBook())
+
+    def tick(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.clock.advance(0.2)
+            self._report()
+            try:
+                self.loop.tick()
+            except CrashedError:
+                self.crashes += 1
+                self.fleet.crash_after_moves = None
+                self.restart()
+
+    def until(self, claim: ClaimId, state: ClaimState, ticks: int = 400) -> None:
+        for _ in range(ticks):
+            if self.claim(claim).state is state:
+                return
+            self.tick()
+        raise AssertionError(f"{claim} is {self.claim(claim).state}, not {state}: {self.claim(claim).reason}")
+
+    def claim(self, claim: ClaimId) -> Claim:
+        return self.loop.book.claims[claim]
+
+    def file(self, spec: ClaimSpec) -> ClaimId:
+        claim = self.loop.file(spec)
+        return claim
+
+    def reasons(self, kind: str) -> list[str]:
+        return [entry.reason for entry in self.journal.entries if entry.kind == kind]
+
+    def _report(self) -> None:
+        now_s = self.clock.now_s()
+        orders = self.loop.book.orders
+        canaries = ()
+        if orders.canary is not None:
+            detail = "answered" if self.provider_works else "status 500"
+            canaries = (
+                CanaryResult(
+                    canary=orders.canary,
+                    provider=ProviderName("out"),
+                    ok=self.provider_works,
+                    detail=detail,
+                    took_s=0.1,
+                ),
+            )
+        acked = orders.generation if self.gateway_follows else Generation(0)
+        gateway = GatewayReport(gateway=GatewayId("g1"), at_s=now_s, acked=acked, canaries=canaries)
+        self.loop.exchange(gateway)
+        for node, slots in self.fleet.slots.items():
+            self.loop.health[node] = self._health(node, slots, now_s)
+        for claim, phase in self.phases.items():
+            held = self.loop.book.claims[claim]
+            ranks = tuple(g for n in held.grant.nodes for g in n.gpus if g not in self.hot) if held.grant else ()
+            told = {move.gpu for move in self.fleet.evicted}
+            standing = tuple(g for n in held.grant.nodes for g in n.gpus if g not in told) if held.grant else ranks
+            self.loop.report_gang(
+                GangReport(
+                    claim=claim,
+                    at_s=now_s,
+                    phase=phase,
+                    gang_generation=Generation(1),
+                    step=5,
+                    world_size=len(standing),
+                    gpus=standing,
+                )
+            )
+
+    def _health(self, node: NodeId, slots: int, now_s: float) -> HealthReport:
+        verdicts = tuple(
+            Verdict(
+                at_s=now_s,
+                node=node,
+                gpu=gpu(node, index),
+                rule="temperature",
+                action=Action.EVICT_GPU,
+                when=When.NOW,
+                tier=Tier.SERVE,
+                evidence="79 °C",
+                ends="70 °C or less for 600 s",
+            )
+            for index in range(slots)
+            if gpu(node, index) in self.hot
+        )
+        gpus = tuple(GpuSeen(uuid=gpu(node, index), index=index, temperature_celsius=61.0) for index in range(slots))
+        return HealthReport(node=node, at_s=now_s, gpus=gpus, verdicts=verdicts)

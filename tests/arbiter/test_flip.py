@@ -1,0 +1,310 @@
+"""The flip as a story: what is decided, in which order, and what undoes it."""
+
+from __future__ import annotations
+
+import pytest
+from story import NODES, Story, ask, gpu
+
+from tidegate.arbiter.book import Advance, ClaimState, CreateGroup, Evict, RemoveGroup, Route, SetTarget
+from tidegate.arbiter.messages import GangPhase, Spillway
+from tidegate.errors import ClaimNeverFitsError
+from tidegate.ids import ClaimId, NodeId, pool_name
+from tidegate.spec.policy import Policy, ServingSpec
+from tidegate.testing.fake_fleet import FakeFleet
+
+
+@pytest.fixture
+def story() -> Story:
+    story = Story()
+    story.tick(10)
+    assert [pool.running for pool in story.fleet.pools.values()] == [2, 2, 2]
+    return story
+
+
+def train(story: Story, claim: ClaimId) -> None:
+    """Let the gang make its first step."""
+    story.until(claim, ClaimState.GRANTED)
+    story.phases[claim] = GangPhase.RUNNING
+    story.until(claim, ClaimState.RUNNING)
+
+
+def test_free_gpus_serve(story: Story) -> None:
+    assert story.loop.book.orders.spillway is Spillway.CLOSED
+    assert set(story.loop.book.targets.values()) == {2}
+
+
+def test_a_claim_takes_every_gpu_and_gives_it_back(story: Story) -> None:
+    claim = story.file(ask())
+    train(story, claim)
+    assert story.loop.book.orders.spillway is Spillway.OPEN
+    assert [pool.running for pool in story.fleet.pools.values()] == [0, 0, 0]
+    grant = story.claim(claim).grant
+    assert grant is not None
+    assert {g for node in grant.nodes for g in node.gpus} == {gpu(node, i) for node in NODES for i in range(2)}
+    story.phases[claim] = GangPhase.FINISHED
+    story.until(claim, ClaimState.DONE)
+    story.tick(3)
+    assert story.loop.book.orders.spillway is Spillway.CLOSED
+    assert [pool.running for pool in story.fleet.pools.values()] == [2, 2, 2]
+
+
+def test_the_order_of_the_drain_is_group_then_routes_then_targets(story: Story) -> None:
+    """A pending actor beats a pending group, so nothing may be pending when the group is made (ray.md B3)."""
+    story.until(story.file(ask()), ClaimState.GRANTED)
+    applied = story.fleet.applied
+    group = next(i for i, move in enumerate(applied) if isinstance(move, CreateGroup))
+    spill = next(i for i, m in enumerate(applied) if isinstance(m, Route) and m.spillway is Spillway.OPEN)
+    down = [i for i, move in enumerate(applied) if isinstance(move, SetTarget) and move.replicas == 0]
+    assert len(down) == 3
+    assert group < min(down)
+    assert spill < min(down)
+    raised = [i for i, move in enumerate(applied) if isinstance(move, SetTarget) and move.replicas > 0]
+    assert max(raised) < group
+
+
+def test_replicas_stay_until_the_gateway_spills(story: Story) -> None:
+    story.gateway_follows = False
+    claim = story.file(ask())
+    story.until(claim, ClaimState.DRAINING)
+    story.tick(20)
+    assert [pool.running for pool in story.fleet.pools.values()] == [2, 2, 2]
+    story.gateway_follows = True
+    story.until(claim, ClaimState.GRANTED)
+
+
+def test_no_way_out_and_serving_keeps_its_gpus(story: Story) -> None:
+    story.provider_works = False
+    claim = story.file(ask())
+    story.tick(50)
+    assert story.claim(claim).state is ClaimState.PROVING
+    assert "out: status 500" in story.claim(claim).reason
+    assert [pool.running for pool in story.fleet.pools.values()] == [2, 2, 2]
+    story.provider_works = True
+    story.until(claim, ClaimState.GRANTED)
+
+
+def test_no_way_out_for_ever_undoes_the_claim(story: Story) -> None:
+    story.provider_works = False
+    claim = story.file(ask())
+    story.until(claim, ClaimState.UNDONE)
+    assert story.loop.book.orders.spillway is Spillway.CLOSED
+
+
+def test_without_protection_nothing_is_proven() -> None:
+    story = Story(policy=Policy(serving=ServingSpec(protect=False)))
+    story.tick(10)
+    story.until(story.file(ask()), ClaimState.GRANTED)
+    assert not story.reasons("probe")
+
+
+def test_a_drain_that_never_ends_is_undone_and_serving_stays(story: Story) -> None:
+    story.gateway_follows = False
+    claim = story.file(ask())
+    story.until(claim, ClaimState.UNDONE)
+    assert "not ready within 60 s" in story.claim(claim).reason
+    story.gateway_follows = True
+    story.tick(20)
+    assert story.fleet.groups == {}
+    assert [pool.running for pool in story.fleet.pools.values()] == [2, 2, 2]
+    assert story.loop.book.orders.spillway is Spillway.CLOSED
+
+
+def test_a_node_lost_while_draining_undoes_the_claim(story: Story) -> None:
+    story.gateway_follows = False
+    claim = story.file(ask())
+    story.until(claim, ClaimState.DRAINING)
+    del story.fleet.slots[NODES[2]], story.fleet.pools[NODES[2]]
+    story.until(claim, ClaimState.UNDONE)
+    assert "is gone" in story.claim(claim).reason
+
+
+def test_replicas_come_home_in_steps(story: Story) -> None:
+    claim = story.file(ask())
+    train(story, claim)
+    story.phases[claim] = GangPhase.FINISHED
+    most_at_once, before = 0, 0
+    for _ in range(100):
+        story.tick()
+        total = sum(pool.target for pool in story.fleet.pools.values())
+        most_at_once, before = max(most_at_once, total - before), total
+    assert most_at_once == 2
+    assert before == 6
+
+
+def test_the_spillway_closes_last(story: Story) -> None:
+    claim = story.file(ask())
+    train(story, claim)
+    story.phases[claim] = GangPhase.FINISHED
+    for _ in range(200):
+        story.tick()
+        if story.loop.book.orders.spillway is Spillway.CLOSED:
+            break
+        assert sum(pool.running for pool in story.fleet.pools.values()) <= 6
+    assert sum(pool.running for pool in story.fleet.pools.values()) == 6
+
+
+def test_a_hot_gpu_leaves_the_gang_once_and_may_still_serve(story: Story) -> None:
+    claim = story.file(ask())
+    train(story, claim)
+    story.hot.add(gpu(NODES[1], 1))
+    story.tick(20)
+    assert [(move.gpu, move.reason) for move in story.fleet.evicted] == [(gpu(NODES[1], 1), "79 °C")]
+    assert story.claim(claim).state is ClaimState.RUNNING
+    story.phases[claim] = GangPhase.FINISHED
+    story.until(claim, ClaimState.DONE)
+    assert story.fleet.pools[NODES[1]].running == 2
+
+
+def test_a_hot_gpu_is_not_granted(story: Story) -> None:
+    story.hot.add(gpu(NODES[0], 0))
+    story.tick(3)
+    claim = story.file(ask())
+    story.until(claim, ClaimState.GRANTED)
+    grant = story.claim(claim).grant
+    assert grant is not None
+    assert gpu(NODES[0], 0) not in {g for node in grant.nodes for g in node.gpus}
+    assert sum(len(node.gpus) for node in grant.nodes) == 5
+
+
+def test_a_verdict_that_ends_lifts_the_quarantine(story: Story) -> None:
+    story.hot.add(gpu(NODES[0], 0))
+    story.tick(3)
+    assert len(story.loop.book.quarantines) == 1
+    story.hot.clear()
+    story.tick(3)
+    assert story.loop.book.quarantines == {}
+    assert story.reasons("lift") == ["the agent lifted it: 70 °C or less for 600 s"]
+
+
+def test_an_agent_that_is_silent_lifts_nothing(story: Story) -> None:
+    """C149: no data is not an answer, in either direction."""
+    story.hot.add(gpu(NODES[0], 0))
+    story.tick(3)
+    story.fleet.slots.pop(NODES[0])
+    story.fleet.pools.pop(NODES[0])
+    story.hot.clear()
+    story.tick(10)
+    assert len(story.loop.book.quarantines) == 1
+
+
+def test_claims_queue_by_class_then_order_then_time(story: Story) -> None:
+    first = story.file(ask("first"))
+    train(story, first)
+    low = story.file(ask("low", claim_class="scavenger"))
+    late = story.file(ask("late", order=0))
+    urgent = story.file(ask("urgent", order=5))
+    story.tick(5)
+    assert all(story.claim(c).state is ClaimState.QUEUED for c in (low, late, urgent))
+    story.phases[first] = GangPhase.FINISHED
+    story.until(urgent, ClaimState.GRANTED)
+    assert story.claim(late).state is ClaimState.QUEUED
+    assert story.claim(low).state is ClaimState.QUEUED
+    assert "urgent" in story.claim(late).reason or "fewer than" in story.claim(late).reason
+
+
+def test_a_scavenger_does_not_move_serving(story: Story) -> None:
+    claim = story.file(ask(claim_class="scavenger"))
+    story.tick(30)
+    assert story.claim(claim).state is ClaimState.QUEUED
+    assert [pool.running for pool in story.fleet.pools.values()] == [2, 2, 2]
+
+
+def test_the_floor_is_never_taken() -> None:
+    story = Story(policy=Policy(serving=ServingSpec(protect=False, floor_replicas=2)))
+    story.tick(10)
+    claim = story.file(ask(gpus=6, at_least=2))
+    story.until(claim, ClaimState.GRANTED)
+    assert sum(pool.running for pool in story.fleet.pools.values()) == 2
+    assert len(story.claim(claim).nodes) == 2
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (ask(gpus=9, at_least=8), ("at least 8 GPUs", "6 GPUs on 3 live nodes", "lower min GPUs to 6")),
+        (ask(claim_class="pretrian"), ("class 'pretrian'", "pretrain, scavenger")),
+        (ask(gpus=2, at_least=4), ("4 to 2 GPUs", "at most max GPUs")),
+    ],
+)
+def test_a_claim_that_can_never_fit_says_what_is_there(story: Story, spec: object, words: tuple[str, ...]) -> None:
+    """C025: compare with the live cluster before anything waits."""
+    with pytest.raises(ClaimNeverFitsError) as error:
+        story.file(spec)  # type: ignore[arg-type]
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_filing_again_is_the_same_claim(story: Story) -> None:
+    assert story.file(ask()) == story.file(ask())
+
+
+def test_a_released_claim_is_undone_before_and_returns_after(story: Story) -> None:
+    story.provider_works = False
+    early = story.file(ask("early"))
+    story.tick(5)
+    story.loop.releases[early] = "changed my mind"
+    story.until(early, ClaimState.UNDONE)
+    story.provider_works = True
+    late = story.file(ask("late"))
+    story.until(late, ClaimState.GRANTED)
+    story.loop.releases[late] = "changed my mind again"
+    story.until(late, ClaimState.DONE)
+    assert story.fleet.groups == {}
+
+
+def test_a_gang_whose_coordinator_died_gives_back_its_gpus(story: Story) -> None:
+    claim = story.file(ask())
+    train(story, claim)
+    story.fleet.gangs_gone[claim] = "its coordinator is gone"
+    story.until(claim, ClaimState.DONE)
+    assert any("its coordinator is gone" in reason for reason in story.reasons("advance"))
+
+
+def test_a_target_that_serve_lost_is_asserted_again(story: Story) -> None:
+    """A redeploy resets a pool's target to the code's number (ray.md A2)."""
+    story.fleet.pools[NODES[0]].target = 1
+    story.tick(5)
+    assert story.fleet.pools[NODES[0]].target == 2
+
+
+def test_a_node_that_joins_serves_and_one_that_leaves_is_forgotten(story: Story) -> None:
+    new = NodeId("d" * 56)
+    grown = FakeFleet(slots={**story.fleet.slots, new: 2})
+    story.fleet = story.loop.fleet = grown
+    story.tick(20)
+    assert grown.pools[new].running == 2
+    del grown.slots[new], grown.pools[new]
+    story.tick(5)
+    assert pool_name(new) not in story.loop.seen.pools
+
+
+def test_two_claims_share_the_cluster_when_both_fit(story: Story) -> None:
+    one = story.file(ask("one", gpus=2, at_least=2))
+    train(story, one)
+    two = story.file(ask("two", gpus=4, at_least=4))
+    story.until(two, ClaimState.GRANTED)
+    assert not set(story.claim(one).nodes) & set(story.claim(two).nodes)
+
+
+def test_every_reason_is_said_once(story: Story) -> None:
+    story.provider_works = False
+    claim = story.file(ask())
+    story.tick(100)
+    said = [m.reason for m in story.journal.moves if isinstance(m, Advance) and m.claim == claim]
+    assert len(said) == len(set(said))
+
+
+def test_evictions_and_groups_are_told_again_when_they_got_lost(story: Story) -> None:
+    claim = story.file(ask())
+    train(story, claim)
+    story.hot.add(gpu(NODES[0], 0))
+    story.tick(2)
+    story.fleet.evicted.clear()  # the order never arrived
+    story.tick(20)
+    assert any(isinstance(move, Evict) for move in story.fleet.evicted)
+    story.phases[claim] = GangPhase.FINISHED
+    story.until(claim, ClaimState.DONE)
+    story.fleet.groups[claim] = story.claim(claim).nodes  # as if its removal had been lost
+    story.tick(3)
+    assert story.fleet.groups == {}
+    assert any(isinstance(move, RemoveGroup) for move in story.fleet.applied)
