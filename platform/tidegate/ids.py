@@ -32,3 +32,8 @@ class Tier(StrEnum):
 def pool_name(node: NodeId) -> PoolName:
     """The Serve deployment that holds the replicas of `node`."""
     return PoolName(f"pool-{node[:12]}")
+
+
+def coordinator_name(run: str) -> str:
+    """The actor that leads the gang of a run."""
+    return f"gang-{run}"

@@ -37,7 +37,13 @@ def ask(
     name: str = "run", *, gpus: int = 6, at_least: int = 3, claim_class: str = "pretrain", order: int = 0
 ) -> ClaimSpec:
     return ClaimSpec(
-        name=name, claim_class=claim_class, order=order, max_gpus=gpus, min_gpus=at_least, owner="test", deadline_s=60.0
+        name=name,
+        claim_class=claim_class,
+        order=order,
+        max_gpus=gpus,
+        min_gpus=at_least,
+        owner="test",
+        deadline_s=60.0,
     )
 
 
@@ -85,8 +91,7 @@ class Story:
         return self.loop.book.claims[claim]
 
     def file(self, spec: ClaimSpec) -> ClaimId:
-        claim = self.loop.file(spec)
-        return claim
+        return self.loop.file(spec)
 
     def reasons(self, kind: str) -> list[str]:
         return [entry.reason for entry in self.journal.entries if entry.kind == kind]

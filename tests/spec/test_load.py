@@ -38,7 +38,8 @@ def test_an_empty_file_is_all_defaults() -> None:
         ),
         (
             "serving:\n  drain_deadline: 5\n",
-            "policy.yaml:2: serving.drain_deadline: no such key; the unit stands in the name: `drain_deadline_s`, in seconds",
+            "policy.yaml:2: serving.drain_deadline: no such key; "
+            "the unit stands in the name: `drain_deadline_s`, in seconds",
         ),
         ("claims: {deadline_ms: 300000}", "`deadline_s`, in seconds"),
         ("health: {temperature: {limit_f: 172}}", "`limit_celsius`, in °C"),

@@ -38,17 +38,12 @@ from tidegate.arbiter.client import NAMESPACE
 from tidegate.arbiter.decide import group_name
 from tidegate.arbiter.loop import FleetSeen
 from tidegate.arbiter.view import GroupState, NodeSeen, PoolSeen
-from tidegate.ids import ClaimId, NodeId, PoolName, pool_name
+from tidegate.ids import ClaimId, NodeId, PoolName, coordinator_name, pool_name
 
 log = logging.getLogger(__name__)
 
 CALL_DEADLINE_S = 5.0
 NAME_LABEL = "tidegate/name"
-
-
-def coordinator_name(run: str) -> str:
-    """Name of the actor that leads a run's gang."""
-    return f"gang-{run}"
 
 
 @dataclass(slots=True)

@@ -18,7 +18,6 @@ from ray.util.metrics import Gauge
 
 from tidegate.arbiter.client import NAMESPACE, ArbiterClient
 from tidegate.arbiter.messages import ClaimSpec, GangPhase, GangReport, Grant
-from tidegate.arbiter.on_ray import coordinator_name
 from tidegate.errors import ClaimUndoneError, NoArbiterError
 from tidegate.gang.agent import AgentJob, Reply, train_fn
 from tidegate.gang.states import (
@@ -37,7 +36,7 @@ from tidegate.gang.states import (
     phase_of,
 )
 from tidegate.gang.trainer import NodeTrainer
-from tidegate.ids import ClaimId, Generation, GpuId, NodeId
+from tidegate.ids import ClaimId, Generation, GpuId, NodeId, coordinator_name
 from tidegate.train.config import RunConfig
 
 log = logging.getLogger(__name__)

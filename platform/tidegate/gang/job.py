@@ -14,8 +14,8 @@ import ray
 
 from tidegate.arbiter.client import NAMESPACE
 from tidegate.arbiter.messages import ClaimSpec
-from tidegate.arbiter.on_ray import coordinator_name
 from tidegate.gang.coordinator import RunOrder, RunStatus, start_coordinator
+from tidegate.ids import coordinator_name
 from tidegate.train.config import RunConfig
 
 FOLLOW_EVERY_S = 1.0

@@ -114,7 +114,13 @@ class HealthSpec(Model):
     reading_deadline_s: Seconds = 10.0
     """A reading that takes longer is a finding of its own (NVML calls can hang for ever)."""
     agent_silent_after_s: Seconds = 15.0
+    state_dir: str = "~/.tidegate/health"
+    """Where each node's agent keeps its standing verdicts over its own restarts; on the node."""
     temperature: TemperatureRule = TemperatureRule()
+
+    @property
+    def state_path(self) -> Path:
+        return Path(self.state_dir).expanduser()
 
 
 class GangSpec(Model):

@@ -153,7 +153,7 @@ class _Drama:
         self.stage.command("tidegate", "publish", str(self.stage.run_dir / "export"))
         self.wait(lambda now: _swapped(now) >= GPUS, 120, "all replicas serve the new weights")
         status = self.stage.command("ray", "job", "status", JOB)
-        if "SUCCEEDED" not in status:
+        if "succeeded" not in status.lower():
             raise WaitedTooLongError(f"the job has not succeeded: {status}")
 
     # --- Epilogue ------------------------------------------------------------------------------------------------

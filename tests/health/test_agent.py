@@ -1,0 +1,316 @@
+"""The agent over the real nvidia-ml-py and the fake library, with an arbiter that only listens."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tidegate.arbiter.messages import Action, HealthReport
+from tidegate.clock import SystemClock
+from tidegate.health.agent import HealthAgent, Reporter
+from tidegate.health.judge import History
+from tidegate.health.memory import FileMemory
+from tidegate.health.readings import Round, Source
+from tidegate.health.sources.nvml import NvmlSource
+from tidegate.ids import NodeId
+from tidegate.spec.policy import HealthSpec, TemperatureRule
+from tidegate.testing.fake_nvml import NvmlState, uuid_of
+from tidegate.testing.memory_arbiter import MemoryArbiter
+from waiting import wait_until
+
+SPEC = HealthSpec()
+
+
+class Dials:
+    """Meters that remember what they showed."""
+
+    def __init__(self) -> None:
+        self.shown: list[HealthReport] = []
+        self.longest_tick_s = 0.0
+
+    def show(self, report: HealthReport, tick_s: float) -> None:
+        self.shown.append(report)
+        self.longest_tick_s = max(self.longest_tick_s, tick_s)
+
+
+class Bench:
+    """One node's agent with all that it touches."""
+
+    def __init__(self, node: NodeId, library: Path, folder: Path) -> None:
+        self.node = node
+        self.arbiter = MemoryArbiter()
+        self.dials = Dials()
+        self.source = NvmlSource(str(library), node=node)
+        self.file = folder / "health.json"
+
+    def agent(
+        self,
+        spec: HealthSpec = SPEC,
+        *,
+        boot_id: str = "boot-1",
+        reporter: Reporter | None = None,
+        source: Source | None = None,
+    ) -> HealthAgent:
+        return HealthAgent(
+            node=self.node,
+            spec=spec,
+            source=source or self.source,
+            reporter=reporter or self.arbiter,
+            memory=FileMemory(self.file, boot_id),
+            meters=self.dials,
+            clock=SystemClock(),
+        )
+
+
+@pytest.fixture
+def bench(node: NodeId, library: Path, state: NvmlState, tmp_path: Path) -> Bench:
+    return Bench(node, library, tmp_path)
+
+
+async def ticks_until(agent: HealthAgent, seen: Callable[[HealthReport], object], what: str) -> HealthReport:
+    """Tick until a report shows it, 10 s at most."""
+    ends_s = time.monotonic() + 10
+    while time.monotonic() < ends_s:
+        report = await agent.tick()
+        if seen(report):
+            await asyncio.sleep(0)  # its sending gets its turn
+            return report
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"no report shows {what}")
+
+
+def readers() -> int:
+    return sum(thread.name == "health-source" for thread in threading.enumerate())
+
+
+def rules(report: HealthReport) -> list[str]:
+    return [verdict.rule for verdict in report.verdicts]
+
+
+def test_the_report_lists_every_gpu_and_none_where_there_is_no_value(bench: Bench, state: NvmlState) -> None:
+    state.unset(1, "temp")
+    state.set(2, "temp", 255)
+    state.set(3, "temp", 77)
+
+    async def story() -> None:
+        report = await ticks_until(bench.agent(), lambda report: report.gpus, "GPUs")
+        assert [gpu.temperature_celsius for gpu in report.gpus] == [61.0, None, None, 77.0]
+        assert [gpu.index for gpu in report.gpus] == [0, 1, 2, 3]
+        assert (report.verdicts, report.source_error, report.node) == ((), None, bench.node)
+        assert bench.arbiter.health == [report]
+        assert bench.dials.shown == [report]
+
+    asyncio.run(story())
+
+
+def test_a_gpu_at_79_is_a_verdict_at_the_next_look(bench: Bench, state: NvmlState) -> None:
+    async def story() -> None:
+        agent = bench.agent()
+        await ticks_until(agent, lambda report: report.gpus, "GPUs")
+        state.set(2, "temp", 79)
+        report = await agent.tick()
+        (verdict,) = report.verdicts
+        assert (verdict.gpu, verdict.action) == (uuid_of("node-a", 2), Action.EVICT_GPU)
+        # Level-triggered: it is said again for as long as it stands.
+        state.set(2, "temp", 75)
+        assert (await agent.tick()).verdicts == report.verdicts
+
+    asyncio.run(story())
+
+
+def test_c101_a_call_that_hangs_is_a_verdict_and_is_never_asked_twice(bench: Bench, state: NvmlState) -> None:
+    spec = HealthSpec(period_s=0.05, reading_deadline_s=0.2)
+
+    async def story() -> None:
+        agent = bench.agent(spec)
+        await ticks_until(agent, lambda report: report.gpus, "GPUs")
+        state.set(1, "delay_ms", 60_000)
+        hangs_since_s = time.monotonic()
+        slow = await ticks_until(agent, lambda report: report.source_error, "that NVML is late")
+        assert [gpu.temperature_celsius for gpu in slow.gpus] == [None] * 4, "old values are not shown as new"
+        await ticks_until(agent, lambda report: rules(report) == ["nvml_silent_warn"], "the first missed deadline")
+        report = await ticks_until(agent, lambda report: "nvml_silent" in rules(report), "the third missed deadline")
+        assert time.monotonic() - hangs_since_s >= 3 * spec.reading_deadline_s
+        assert [verdict.action for verdict in report.verdicts] == [Action.WARN, Action.EVICT_NODE]
+        assert readers() == 1
+        assert bench.dials.longest_tick_s < 10 * spec.period_s, "the loop never waits for NVML"
+        state.set(1, "delay_ms", 0)
+        again = await ticks_until(agent, lambda report: report.source_error is None, "that NVML answers again")
+        assert again.gpus[1].temperature_celsius == 61.0
+        assert "nvml_silent" in rules(again), "one good look does not lift it"
+
+    asyncio.run(story())
+    wait_until(lambda: readers() == 0, 5, "the reader's thread to end")
+
+
+def test_a_slow_answer_inside_the_deadline_is_no_finding(bench: Bench, state: NvmlState) -> None:
+    async def story() -> None:
+        state.set(0, "delay_ms", 30)
+        spec = HealthSpec(period_s=0.02, reading_deadline_s=10.0)
+        report = await ticks_until(bench.agent(spec), lambda report: report.gpus, "GPUs, though late")
+        assert report.gpus[0].temperature_celsius == 61.0
+        assert report.verdicts == ()
+
+    asyncio.run(story())
+
+
+def test_the_arbiter_may_be_away(bench: Bench, state: NvmlState, caplog: pytest.LogCaptureFixture) -> None:
+    async def story() -> None:
+        agent = bench.agent()
+        bench.arbiter.away = True
+        state.set(0, "temp", 79)
+        await ticks_until(agent, rules, "the verdict")
+        for _ in range(5):
+            await agent.tick()
+            await asyncio.sleep(0)
+        assert bench.arbiter.health == []
+        assert sum("no arbiter answers" in line for line in caplog.messages) == 1, "said once, not at each look"
+        bench.arbiter.away = False
+        await agent.tick()
+        await asyncio.sleep(0)
+        assert rules(bench.arbiter.health[-1]) == ["temperature"]
+        assert caplog.messages[-1] == "health: the arbiter answers again"
+
+    asyncio.run(story())
+
+
+class DeafArbiter:
+    """Takes each report and never answers."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    async def report_health(self, report: HealthReport) -> None:
+        self.asked += 1
+        await asyncio.Event().wait()
+
+
+class BrokenArbiter:
+    def __init__(self) -> None:
+        self.asked = 0
+
+    async def report_health(self, report: HealthReport) -> None:
+        self.asked += 1
+        raise RuntimeError("a fault of the arbiter's own")
+
+
+def test_an_arbiter_that_never_answers_is_asked_once_and_not_waited_for(bench: Bench) -> None:
+    async def story() -> None:
+        deaf = DeafArbiter()
+        agent = bench.agent(reporter=deaf)
+        for _ in range(20):
+            await agent.tick()
+        assert deaf.asked == 1
+        assert len(bench.dials.shown) == 20
+
+    asyncio.run(story())
+
+
+def test_an_arbiter_that_fails_is_told_again(bench: Bench) -> None:
+    async def story() -> None:
+        broken = BrokenArbiter()
+        agent = bench.agent(reporter=broken)
+        for _ in range(5):
+            await agent.tick()
+            await asyncio.sleep(0)
+        assert broken.asked == 5
+
+    asyncio.run(story())
+
+
+def test_a_verdict_outlives_the_agent_and_ends_with_the_boot(bench: Bench, state: NvmlState) -> None:
+    async def story() -> None:
+        state.set(3, "temp", 79)
+        first = await ticks_until(bench.agent(), rules, "the verdict")
+        state.set(3, "temp", 72)
+        second = await ticks_until(bench.agent(), lambda report: report.gpus, "GPUs")
+        assert second.verdicts == first.verdicts
+        rebooted = await ticks_until(bench.agent(boot_id="boot-2"), lambda report: report.gpus, "GPUs")
+        assert rebooted.verdicts == ()
+
+    asyncio.run(story())
+
+
+def test_a_verdict_is_lifted_when_the_gpu_has_been_cool_for_long_enough(bench: Bench, state: NvmlState) -> None:
+    async def story() -> None:
+        agent = bench.agent(
+            HealthSpec(period_s=0.02, reading_deadline_s=5.0, temperature=TemperatureRule(release_after_s=0.2))
+        )
+        state.set(3, "temp", 79)
+        await ticks_until(agent, rules, "the verdict")
+        state.set(3, "temp", 70)
+        assert rules(await agent.tick()) == ["temperature"]
+        await ticks_until(agent, lambda report: not report.verdicts, "no verdict")
+
+    asyncio.run(story())
+
+
+def test_a_person_can_set_a_lost_gpu_healthy(bench: Bench, state: NvmlState) -> None:
+    async def story() -> None:
+        agent = bench.agent()
+        await ticks_until(agent, lambda report: report.gpus, "GPUs")
+        state.set(0, "error", 15)
+        await ticks_until(agent, lambda report: rules(report) == ["gpu_lost"], "the lost GPU")
+        state.set(0, "error", 0)
+        await agent.tick()
+        assert rules(await agent.tick()) == ["gpu_lost"]
+        agent.set_healthy(uuid_of("node-a", 0))
+        assert rules(await agent.tick()) == []
+        assert FileMemory(bench.file, "boot-1").load() == History(), "it is forgotten on disk too"
+
+    asyncio.run(story())
+
+
+def test_a_node_without_nvml_says_so_and_is_only_warned_about(bench: Bench, tmp_path: Path) -> None:
+    async def story() -> None:
+        absent = NvmlSource(str(tmp_path / "no-such-library.so.1"), node=bench.node)
+        report = await bench.agent(source=absent).tick()
+        assert report.gpus == ()
+        assert report.source_error is not None
+        assert "LIBRARY_NOT_FOUND" in report.source_error
+        assert [verdict.action for verdict in report.verdicts] == [Action.WARN]
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("torn", [b"", b"{", b'{"boot_id": "boot-1"}', b"\xff\xfe"])
+def test_a_torn_memory_is_an_empty_one(tmp_path: Path, torn: bytes) -> None:
+    (tmp_path / "health.json").write_bytes(torn)
+    assert FileMemory(tmp_path / "health.json", "boot-1").load() == History()
+
+
+def test_a_disk_that_can_not_be_written_does_not_silence_the_agent(bench: Bench, state: NvmlState) -> None:
+    async def story() -> None:
+        bench.file.mkdir()
+        state.set(0, "temp", 79)
+        await ticks_until(bench.agent(), rules, "the verdict")
+
+    asyncio.run(story())
+
+
+class BrokenSource:
+    def read(self) -> Round:
+        raise ZeroDivisionError("a fault of our own")
+
+
+def test_a_fault_of_our_own_ends_the_loop_and_is_not_swallowed(bench: Bench) -> None:
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(bench.agent(source=BrokenSource()).run())
+
+
+def test_the_loop_keeps_its_period(bench: Bench) -> None:
+    async def story() -> None:
+        running = asyncio.create_task(bench.agent(HealthSpec(period_s=0.05)).run())
+        started_s = time.monotonic()
+        while len(bench.dials.shown) < 11:
+            await asyncio.sleep(0.005)
+            assert time.monotonic() - started_s < 10
+        assert time.monotonic() - started_s >= 0.48, "ten periods"
+        running.cancel()
+
+    asyncio.run(story())

@@ -1,0 +1,15 @@
+"""Wait for a condition, not for a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+
+def wait_until(condition: Callable[[], object], deadline_s: float, what: str) -> None:
+    """Return as soon as `condition()` is true; fail after `deadline_s` seconds and say what did not happen."""
+    ends_s = time.monotonic() + deadline_s
+    while not condition():
+        if time.monotonic() > ends_s:
+            raise AssertionError(f"not within {deadline_s:g} s: {what}")
+        time.sleep(0.01)
