@@ -1,1 +1,16 @@
-"""Capacity outside, one adapter a file."""
+"""Capacity outside, one adapter a file. A new kind: its file, one line in `KINDS`, its name in `ProviderSpec.kind`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from tidegate.serve.providers.base import ImageProvider
+from tidegate.serve.providers.openai import OpenAIProvider
+from tidegate.spec.policy import ProviderSpec
+
+KINDS: Mapping[str, Callable[[ProviderSpec], ImageProvider]] = {"openai": OpenAIProvider}
+
+
+def connect(spec: ProviderSpec) -> ImageProvider:
+    """The adapter for a provider. Opens no connection yet."""
+    return KINDS[spec.kind](spec)

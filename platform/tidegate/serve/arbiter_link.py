@@ -1,0 +1,119 @@
+"""One gateway's talk with the arbiter: reports out, orders in, canaries when asked."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import Protocol
+
+from tidegate.arbiter.messages import CanaryResult, GatewayReport, Orders
+from tidegate.clock import Clock
+from tidegate.errors import NoArbiterError
+from tidegate.ids import GatewayId, RequestId
+from tidegate.serve.admission import Limits
+from tidegate.serve.backends import Backends
+from tidegate.serve.flow import Flow
+from tidegate.serve.tally import Tally
+from tidegate.serve.work import ImageJob
+
+EXCHANGE_S = 0.25
+"""Between two words with the arbiter."""
+
+_LOG = logging.getLogger("ray.serve")
+
+
+class Arbiter(Protocol):
+    async def exchange(self, report: GatewayReport) -> Orders: ...
+
+
+class ArbiterLink:
+    """Without an arbiter the last orders hold."""
+
+    def __init__(
+        self, gateway: GatewayId, flow: Flow, backends: Backends, tally: Tally, limits: Limits, clock: Clock
+    ) -> None:
+        self._id, self._flow, self._backends, self._tally = gateway, flow, backends, tally
+        self._limits, self._clock = limits, clock
+        self._heard = True
+        self._canary: str | None = None
+        self._canaries: tuple[CanaryResult, ...] = ()
+        self._canary_run: asyncio.Task[None] | None = None
+        self._speak_now = asyncio.Event()
+
+    async def talk(self, arbiter: Arbiter) -> None:
+        """Report and take orders, for ever."""
+        while True:
+            try:
+                orders = await arbiter.exchange(self._report())
+            except NoArbiterError as error:
+                self._hear(error)
+            except Exception:
+                # Whatever it is, requests must go on being answered, and the next word may succeed.
+                _LOG.exception("gateway %s: exchange with the arbiter failed", self._id)
+            else:
+                self._hear(None)
+                if self._backends.follow(orders):
+                    self._flow.dispatcher.look()
+                    self._start_canary(orders.canary)
+                    self._speak_now.set()  # the arbiter waits for the acknowledgement
+            await self._pause()
+
+    async def _pause(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(EXCHANGE_S):
+                await self._speak_now.wait()
+        self._speak_now.clear()
+
+    def _hear(self, error: NoArbiterError | None) -> None:
+        """Log a change only: it may be away for long."""
+        if error is None and not self._heard:
+            _LOG.info("gateway %s: the arbiter is back", self._id)
+        elif error is not None and self._heard:
+            _LOG.warning("gateway %s goes on with its last orders: %s", self._id, error)
+        self._heard = error is None
+
+    def _report(self) -> GatewayReport:
+        now_s = self._clock.now_s()
+        self._tally.waiting(self._flow.dispatcher.waiting)
+        return GatewayReport(
+            gateway=self._id,
+            at_s=now_s,
+            acked=self._backends.orders.generation,
+            pools=self._backends.pool_loads(),
+            providers=self._backends.providers_seen(now_s),
+            canaries=self._canaries,
+            waiting=self._flow.dispatcher.waiting,
+            answered_local_total=self._tally.local,
+            answered_spilled_total=self._tally.spilled,
+            refused_total=self._tally.refused,
+            failed_total=self._tally.failed,
+        )
+
+    def _start_canary(self, canary: str | None) -> None:
+        """Once each name. The results are reported until the next name."""
+        if canary is None or canary == self._canary:
+            return
+        self._canary = canary
+        self._canary_run = asyncio.get_running_loop().create_task(self._prove_way_out(canary))
+
+    async def _prove_way_out(self, canary: str) -> None:
+        results = await self._flow.canary(canary, canary_job(self._limits))
+        if canary == self._canary:  # else a newer one is under way
+            self._canaries = results
+            self._speak_now.set()
+
+
+def canary_job(limits: Limits) -> ImageJob:
+    """A request like any other, as small as the model allows."""
+    return ImageJob(
+        request=RequestId("canary"),
+        model=limits.model,
+        prompt="a small test picture",
+        images=1,
+        size=min(limits.sizes, key=lambda size: size.width * size.height),
+        seed=0,
+        seed_asked=False,
+        steps=None,
+        local_only=False,
+    )

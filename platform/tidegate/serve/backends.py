@@ -1,0 +1,165 @@
+"""What one gateway knows of the places that can answer: pools, providers, and the orders that it follows.
+
+Kept by the gateway's event loop alone; routing sees it as an immutable `View`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from tidegate.arbiter.messages import Orders, PoolLoad, ProviderSeen, Spillway
+from tidegate.ids import Generation, PoolName, ProviderName
+from tidegate.serve import cooldown
+from tidegate.serve.admission import parse_size
+from tidegate.serve.cooldown import Cooldown
+from tidegate.serve.router_registry import PoolSeen
+from tidegate.serve.routing import PoolView, ProviderView, ToLocal, ToProvider, View
+from tidegate.serve.work import Size
+from tidegate.spec.policy import ProviderSpec
+
+UNTIL_TOLD = Orders(generation=Generation(0), spillway=Spillway.CLOSED, allowances={})
+"""What a gateway does before the arbiter's first word: use all that runs, spill only before failing."""
+
+_WEIGHT = 0.2
+"""Of the newest value in the running means of service time and latency: about the last five count."""
+
+
+@dataclass(slots=True)
+class _Pool:
+    ongoing: int = 0
+    """Placed by this gateway and not done."""
+    service_s: float | None = None
+    resting_until_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Provider:
+    spec: ProviderSpec
+    sizes: frozenset[Size] | None
+    ongoing: int = 0
+    latency_s: float | None = None
+    trouble: Cooldown = field(default_factory=Cooldown)
+
+
+class Backends:
+    """`read_pools` gives the newest sight of each pool's replicas; it must be cheap, it is asked for every view."""
+
+    def __init__(
+        self, providers: Iterable[ProviderSpec], read_pools: Callable[[], Mapping[PoolName, PoolSeen]]
+    ) -> None:
+        self._read_pools = read_pools
+        self._pools: dict[PoolName, _Pool] = {}
+        self._providers = {
+            ProviderName(spec.name): _Provider(
+                spec, None if spec.sizes is None else frozenset(parse_size(size) for size in spec.sizes)
+            )
+            for spec in providers
+        }
+        self.orders = UNTIL_TOLD
+
+    def follow(self, orders: Orders) -> bool:
+        """Take new orders; older ones than those followed are late and ignored. True if something changed."""
+        if orders.generation < self.orders.generation or orders == self.orders:
+            return False
+        self.orders = orders
+        return True
+
+    def view(self, now_s: float) -> View:
+        pools = tuple(self._pool_view(name, seen, now_s) for name, seen in self._read_pools().items())
+        providers = tuple(
+            ProviderView(
+                name=name,
+                ongoing=provider.ongoing,
+                slots=provider.trouble.slots(provider.spec.slots),
+                resting_until_s=provider.trouble.until_s,
+                price_per_image_usd=provider.spec.price_per_image_usd,
+                latency_s=provider.latency_s,
+                models=frozenset(provider.spec.models),
+                sizes=provider.sizes,
+            )
+            for name, provider in self._providers.items()
+        )
+        return View(pools=pools, providers=providers, spillway=self.orders.spillway)
+
+    def _pool_view(self, name: PoolName, seen: PoolSeen, now_s: float) -> PoolView:
+        pool = self._pools.setdefault(name, _Pool())
+        replicas = min(seen.replicas, self.orders.allowances.get(name, seen.replicas))
+        # The router hears of a request a moment after it was placed, and of other gateways' ones from the replicas.
+        ongoing = max(seen.ongoing, pool.ongoing)
+        free = replicas * seen.slots_each - ongoing if now_s >= pool.resting_until_s else 0
+        return PoolView(
+            pool=name, replicas=replicas, free_slots=max(0, free), ongoing=ongoing, service_s=pool.service_s
+        )
+
+    # What happens to a request
+
+    def reserve(self, place: ToLocal | ToProvider) -> None:
+        self._held(place).ongoing += 1
+
+    def release(self, place: ToLocal | ToProvider) -> None:
+        self._held(place).ongoing -= 1
+
+    def _held(self, place: ToLocal | ToProvider) -> _Pool | _Provider:
+        match place:
+            case ToLocal(pool):
+                return self._pools.setdefault(pool, _Pool())
+            case ToProvider(provider):
+                return self._providers[provider]
+
+    def local_answered(self, pool: PoolName, compute_s: float) -> None:
+        self._pools[pool].service_s = _mean(self._pools[pool].service_s, compute_s)
+
+    def rest_pool(self, pool: PoolName, until_s: float) -> None:
+        """Leave the pool alone for a moment: what we know of it was just proven old."""
+        self._pools[pool].resting_until_s = until_s
+
+    def provider_answered(self, provider: ProviderName, now_s: float, took_s: float) -> None:
+        known = self._providers[provider]
+        known.latency_s = _mean(known.latency_s, took_s)
+        known.trouble = cooldown.answered(known.trouble, now_s)
+
+    def provider_failed(self, provider: ProviderName, now_s: float, reason: str, retry_after_s: float | None) -> None:
+        known = self._providers[provider]
+        known.trouble = cooldown.failed(
+            known.trouble, now_s, cooldown_s=known.spec.cooldown_s, retry_after_s=retry_after_s, reason=reason
+        )
+
+    def price_usd(self, provider: ProviderName, images: int) -> float:
+        return self._providers[provider].spec.price_per_image_usd * images
+
+    def timeout_s(self, provider: ProviderName) -> float:
+        return self._providers[provider].spec.timeout_s
+
+    # What the arbiter hears
+
+    def pool_loads(self) -> tuple[PoolLoad, ...]:
+        """Replicas as they run (not as allowed), and this gateway's own requests at each pool."""
+        return tuple(
+            PoolLoad(pool=name, replicas=seen.replicas, ongoing=self._pools.get(name, _Pool()).ongoing)
+            for name, seen in self._read_pools().items()
+        )
+
+    def providers_seen(self, now_s: float) -> tuple[ProviderSeen, ...]:
+        return tuple(
+            ProviderSeen(
+                name=name,
+                state="suspect" if provider.trouble.resting(now_s) else self.orders.spillway.value,
+                ongoing=provider.ongoing,
+                slots=provider.spec.slots,
+                price_per_image_usd=provider.spec.price_per_image_usd,
+                latency_s=provider.latency_s,
+            )
+            for name, provider in self._providers.items()
+        )
+
+    def way_exists(self, now_s: float) -> bool:
+        """Some replica may be used, or some provider isn't resting."""
+        view = self.view(now_s)
+        return any(pool.replicas > 0 for pool in view.pools) or any(
+            now_s >= provider.resting_until_s for provider in view.providers
+        )
+
+
+def _mean(before: float | None, value: float) -> float:
+    return value if before is None else before + _WEIGHT * (value - before)

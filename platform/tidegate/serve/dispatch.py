@@ -1,0 +1,83 @@
+"""The line of requests that have no place yet: first come, first served, on every change of what is free."""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+from dataclasses import dataclass
+
+from tidegate.clock import Clock
+from tidegate.serve.backends import Backends
+from tidegate.serve.routing import Reject, RouteRequest, ToLocal, ToProvider, Wait, pick, wait_is_for_all
+
+LOOK_AGAIN_S = 0.05
+"""While somebody waits: replicas come and go without a word to us."""
+
+
+@dataclass(slots=True)
+class _Ticket:
+    request: RouteRequest
+    placed: asyncio.Future[ToLocal | ToProvider | Reject]
+
+
+class Dispatcher:
+    """Places requests by `routing.pick`. A placed request holds a slot until `done`."""
+
+    def __init__(self, backends: Backends, clock: Clock) -> None:
+        self._backends, self._clock = backends, clock
+        self._line: list[_Ticket] = []
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def waiting(self) -> int:
+        return len(self._line)
+
+    async def place(self, request: RouteRequest) -> ToLocal | ToProvider | Reject:
+        """Wait for a place, at most until the request's deadline. One that comes back keeps its place in the line."""
+        ticket = _Ticket(request, asyncio.get_running_loop().create_future())
+        bisect.insort(self._line, ticket, key=lambda waiting: waiting.request.accepted_at_s)
+        self.look()
+        try:
+            return await ticket.placed
+        except asyncio.CancelledError:
+            if ticket in self._line:
+                self._line.remove(ticket)
+            elif ticket.placed.done() and not ticket.placed.cancelled():
+                place = ticket.placed.result()
+                if not isinstance(place, Reject):  # placed in the very moment in which the client left
+                    self.done(place)
+            raise
+
+    def done(self, place: ToLocal | ToProvider) -> None:
+        self._backends.release(place)
+        self.look()
+
+    def look(self) -> None:
+        """Place whoever can be placed now. To be called when something may have changed."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if not self._line:
+            return
+        now_s = self._clock.now_s()
+        view = self._backends.view(now_s)
+        next_s = now_s + LOOK_AGAIN_S
+        still: list[_Ticket] = []
+        for index, ticket in enumerate(self._line):
+            step = pick(ticket.request, view, now_s, ahead=len(still))
+            if isinstance(step, Wait):
+                still.append(ticket)
+                next_s = min(next_s, step.until_s)
+                if wait_is_for_all(view, now_s):
+                    still += self._line[index + 1 :]
+                    break
+                continue
+            if ticket.placed.done():  # its client left; it removes itself
+                continue
+            if not isinstance(step, Reject):
+                self._backends.reserve(step)
+                view = self._backends.view(now_s)
+            ticket.placed.set_result(step)
+        self._line = still
+        if still:
+            self._timer = asyncio.get_running_loop().call_later(max(0.001, next_s - now_s), self.look)

@@ -1,0 +1,225 @@
+"""One request's walk: placed, tried, perhaps tried elsewhere, ended once. Knows no Ray: the pools are given to it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from tidegate.arbiter.messages import CanaryResult
+from tidegate.clock import Clock
+from tidegate.ids import PoolName, ProviderName
+from tidegate.serve.api import ApiError
+from tidegate.serve.backends import Backends
+from tidegate.serve.dispatch import Dispatcher
+from tidegate.serve.ledger import Attempt, AttemptOutcome, Ledger
+from tidegate.serve.providers.base import ImageProvider, ProviderAmbiguousError, ProviderRefusedError
+from tidegate.serve.routing import Reject, RouteRequest, ToLocal, ToProvider
+from tidegate.serve.work import EngineFailedError, ImageJob, Made, PoolBusyError, PoolLostError
+from tidegate.spec.policy import ServingSpec
+
+REST_S = 0.03
+"""A pool that was not as free, or not as alive, as it looked is looked at again after this."""
+
+LOST_MAX = 3
+"""Replicas that may die with one request before it is taken for the cause and kept from replicas."""
+
+
+class LocalPools(Protocol):
+    async def make(self, pool: PoolName, job: ImageJob, timeout_s: float) -> Made:
+        """Make the pictures on one replica of `pool`.
+
+        Raises:
+            PoolBusyError, PoolLostError, EngineFailedError: see `work`.
+            TimeoutError: not done in time; the replica was told to stop.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    made: Made
+    backend: str
+    """`local/<pool>` or `provider/<name>`."""
+
+
+@dataclass(slots=True)
+class _Walk:
+    """What one request's attempts have taught."""
+
+    job: ImageJob
+    route: RouteRequest
+    attempts: int = 0
+    """That did or may have done something."""
+    lost: int = 0
+    last: str = ""
+    """Why the newest attempt failed."""
+
+
+class Flow:
+    def __init__(
+        self,
+        spec: ServingSpec,
+        backends: Backends,
+        local: LocalPools,
+        providers: Mapping[ProviderName, ImageProvider],
+        ledger: Ledger,
+        clock: Clock,
+    ) -> None:
+        self._spec, self._backends, self._local, self._providers = spec, backends, local, providers
+        self._ledger, self._clock = ledger, clock
+        self.dispatcher = Dispatcher(backends, clock)
+
+    async def answer(self, job: ImageJob, accepted_at_s: float) -> Answer:
+        """Make the job's pictures somewhere. Writes its attempts, not its end.
+
+        Raises:
+            ApiError: 503 where nothing took it in time, 502/504 where what took it failed.
+        """
+        route = RouteRequest(
+            model=job.model,
+            size=job.size,
+            accepted_at_s=accepted_at_s,
+            patience_until_s=accepted_at_s + self._spec.patience_s,
+            deadline_s=accepted_at_s + self._spec.request_deadline_s,
+            local_only=job.local_only,
+        )
+        walk = _Walk(job, route)
+        while True:
+            place = await self.dispatcher.place(walk.route)
+            if isinstance(place, Reject):
+                raise _gave_up(walk, place)
+            try:
+                made = await self._attempt(walk, place)
+            finally:
+                self.dispatcher.done(place)
+            if made is not None:
+                return Answer(made, backend_name(place))
+
+    async def _attempt(self, walk: _Walk, place: ToLocal | ToProvider) -> Made | None:
+        """One try; None = it failed, and `walk` has learnt from it."""
+        number = walk.attempts + 1
+        started_at_s = self._clock.now_s()
+        price_usd, compute_s = 0.0, 0.0
+        outcome, reason = AttemptOutcome.ERROR, None
+        try:
+            match place:
+                case ToLocal(pool):
+                    made = await self._try_local(walk, pool, started_at_s)
+                    compute_s = made.compute_s
+                case ToProvider(provider):
+                    price_usd = self._backends.price_usd(provider, walk.job.images)
+                    made = await self._try_provider(walk, provider, started_at_s)
+            outcome = AttemptOutcome.ANSWERED
+            return made
+        except asyncio.CancelledError:
+            outcome = AttemptOutcome.CANCELLED
+            raise
+        except PoolBusyError:
+            outcome = AttemptOutcome.BUSY
+        except (PoolLostError, ProviderAmbiguousError) as error:
+            outcome, reason = AttemptOutcome.LOST, str(error)
+        except ProviderRefusedError as error:
+            outcome, reason, price_usd = AttemptOutcome.REFUSED, str(error), 0.0
+        except (EngineFailedError, TimeoutError) as error:
+            outcome, reason = AttemptOutcome.ERROR, str(error) or "not done before the deadline"
+        finally:
+            if outcome is not AttemptOutcome.BUSY:  # nothing was done: no attempt to speak of
+                walk.attempts, walk.last = number, reason or walk.last
+                self._ledger.attempt(
+                    Attempt(
+                        request=walk.job.request,
+                        attempt=number,
+                        backend=backend_name(place),
+                        started_at_s=started_at_s,
+                        ended_at_s=self._clock.now_s(),
+                        outcome=outcome,
+                        reason=reason,
+                        price_usd=price_usd,
+                        compute_s=compute_s,
+                    )
+                )
+        return None
+
+    async def _try_local(self, walk: _Walk, pool: PoolName, now_s: float) -> Made:
+        try:
+            made = await self._local.make(pool, walk.job, walk.route.deadline_s - now_s)
+        except PoolBusyError:
+            self._backends.rest_pool(pool, self._clock.now_s() + REST_S)
+            raise
+        except PoolLostError:
+            self._backends.rest_pool(pool, self._clock.now_s() + REST_S)
+            walk.lost += 1
+            if walk.lost >= LOST_MAX:
+                everywhere = frozenset(view.pool for view in self._backends.view(now_s).pools)
+                walk.route = replace(walk.route, excluded_pools=everywhere)
+            raise
+        except EngineFailedError:
+            walk.route = replace(walk.route, excluded_pools=walk.route.excluded_pools | {pool})
+            raise
+        self._backends.local_answered(pool, made.compute_s)
+        return made
+
+    async def _try_provider(self, walk: _Walk, name: ProviderName, now_s: float) -> Made:
+        timeout_s = min(self._backends.timeout_s(name), walk.route.deadline_s - now_s)
+        try:
+            made = await self._providers[name].make(walk.job, timeout_s=timeout_s, now_s=now_s)
+        except ProviderRefusedError as error:
+            if error.this_request_only:
+                walk.route = replace(walk.route, excluded_providers=walk.route.excluded_providers | {name})
+            else:
+                self._backends.provider_failed(name, self._clock.now_s(), error.why, error.retry_after_s)
+            raise
+        except ProviderAmbiguousError as error:
+            walk.route = replace(walk.route, bought=True)
+            self._backends.provider_failed(name, self._clock.now_s(), error.why, None)
+            raise
+        self._backends.provider_answered(name, self._clock.now_s(), self._clock.now_s() - now_s)
+        return made
+
+    async def canary(self, canary: str, job: ImageJob) -> tuple[CanaryResult, ...]:
+        """Ask every provider for one small real picture, at the same time; resting ones too: this is how they are
+        proven well again."""
+        return tuple(await asyncio.gather(*(self._canary(canary, name, job) for name in self._providers)))
+
+    async def _canary(self, canary: str, name: ProviderName, job: ImageJob) -> CanaryResult:
+        started_at_s = self._clock.now_s()
+        job = replace(job, request=type(job.request)(f"canary-{canary}-{name}"))
+        walk = _Walk(job, _canary_route(job, started_at_s, self._backends.timeout_s(name)))
+        try:
+            await self._try_provider(walk, name, started_at_s)
+            ok, detail = True, "made a picture"
+        except (ProviderRefusedError, ProviderAmbiguousError) as error:
+            ok, detail = False, error.why
+        except Exception as error:  # a fault of ours: still no way out was proven, and the claim must hear why
+            ok, detail = False, f"{type(error).__name__}: {error}"
+        took_s = self._clock.now_s() - started_at_s
+        return CanaryResult(canary=canary, provider=name, ok=ok, detail=detail, took_s=took_s)
+
+
+def backend_name(place: ToLocal | ToProvider) -> str:
+    match place:
+        case ToLocal(pool):
+            return f"local/{pool}"
+        case ToProvider(provider):
+            return f"provider/{provider}"
+
+
+def _canary_route(job: ImageJob, now_s: float, timeout_s: float) -> RouteRequest:
+    return RouteRequest(
+        model=job.model,
+        size=job.size,
+        accepted_at_s=now_s,
+        patience_until_s=now_s,
+        deadline_s=now_s + timeout_s,
+    )
+
+
+def _gave_up(walk: _Walk, reject: Reject) -> ApiError:
+    if not walk.attempts:
+        return ApiError(503, reject.reason, code="no_capacity", retry_after_s=reject.retry_after_s)
+    tried = f"{reject.reason}; {walk.attempts} tried, last: {walk.last}"
+    if walk.route.bought:
+        # To ask again is to buy again: a person may choose that, a client library's retry may not.
+        return ApiError(504, tried, code="answer_lost", retry=False)
+    return ApiError(502, tried, code="backends_failed", retry_after_s=reject.retry_after_s)

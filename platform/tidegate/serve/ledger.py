@@ -1,0 +1,256 @@
+"""What became of every request: one SQLite file for each gateway, one row a request, one row an attempt.
+
+Every request id ends exactly once. Writes are kept in memory and flushed by a thread of their own, so the event loop
+never waits for a disk; a gateway that is killed loses at most the last `FLUSH_S` seconds of rows.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from tidegate.ids import GatewayId, RequestId
+
+FLUSH_S = 0.5
+
+_LOG = logging.getLogger(__name__)
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS requests (
+    request_id TEXT PRIMARY KEY,
+    accepted_at_s REAL NOT NULL,
+    ended_at_s REAL,
+    outcome TEXT,
+    backend TEXT,
+    reason TEXT,
+    images INTEGER NOT NULL DEFAULT 0
+);
+CREATE TABLE IF NOT EXISTS attempts (
+    request_id TEXT NOT NULL,
+    attempt INTEGER NOT NULL,
+    backend TEXT NOT NULL,
+    started_at_s REAL NOT NULL,
+    ended_at_s REAL NOT NULL,
+    outcome TEXT NOT NULL,
+    reason TEXT,
+    price_usd REAL NOT NULL,
+    compute_s REAL NOT NULL,
+    PRIMARY KEY (request_id, attempt)
+);
+"""
+
+
+class Outcome(StrEnum):
+    """How a request ended."""
+
+    ANSWERED = "answered"
+    REFUSED = "refused"
+    """With a reason, before any work."""
+    CANCELLED = "cancelled"
+    """The client left."""
+    FAILED = "failed"
+    """Something was tried and nothing answered in time."""
+
+
+class AttemptOutcome(StrEnum):
+    ANSWERED = "answered"
+    BUSY = "busy"
+    """No slot after all; nothing was done."""
+    LOST = "lost"
+    """The replica went away, or a provider's answer did."""
+    REFUSED = "refused"
+    ERROR = "error"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    request: RequestId
+    attempt: int
+    """From 1."""
+    backend: str
+    """`local/<pool>` or `provider/<name>`."""
+    started_at_s: float
+    ended_at_s: float
+    outcome: AttemptOutcome
+    reason: str | None = None
+    price_usd: float = 0.0
+    """What it cost, or may have cost where the answer was lost."""
+    compute_s: float = 0.0
+    """GPU-seconds here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestRow:
+    gateway: str
+    request_id: str
+    accepted_at_s: float
+    ended_at_s: float | None
+    """None = still open, or its gateway was killed."""
+    outcome: str | None
+    backend: str | None
+    reason: str | None
+    images: int
+    attempts: int
+
+
+class EndedTwiceError(RuntimeError):
+    """A request was ended that isn't open: a bug in the gateway."""
+
+
+class Ledger:
+    """One gateway's file. Calls come from one thread and return at once.
+
+    `lock_timeout_s`: how long one write waits for a reader that locks the file; it is then tried again later.
+    """
+
+    def __init__(self, folder: Path, gateway: GatewayId, lock_timeout_s: float = 5.0) -> None:
+        self._lock_timeout_s = lock_timeout_s
+        self.write_failures = 0
+        """Flushes that failed; their rows were kept."""
+        self._path = folder / f"{gateway}.sqlite"
+        folder.mkdir(parents=True, exist_ok=True)
+        with closing(sqlite3.connect(self._path)) as db:
+            db.execute("PRAGMA journal_mode=WAL")
+            db.executescript(_SCHEMA)
+        self._open: set[RequestId] = set()
+        self._rows: list[tuple[str, tuple[object, ...]]] = []
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._flush_until_closed, name="ledger", daemon=True)
+        self._thread.start()
+
+    def accept(self, request: RequestId, at_s: float) -> None:
+        self._open.add(request)
+        self._write("INSERT INTO requests (request_id, accepted_at_s) VALUES (?, ?)", (request, at_s))
+
+    def attempt(self, attempt: Attempt) -> None:
+        self._write(
+            "INSERT INTO attempts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                attempt.request,
+                attempt.attempt,
+                attempt.backend,
+                attempt.started_at_s,
+                attempt.ended_at_s,
+                attempt.outcome,
+                attempt.reason,
+                attempt.price_usd,
+                attempt.compute_s,
+            ),
+        )
+
+    def end(
+        self,
+        request: RequestId,
+        at_s: float,
+        outcome: Outcome,
+        *,
+        backend: str | None = None,
+        reason: str | None = None,
+        images: int = 0,
+    ) -> None:
+        """End an open request.
+
+        Raises:
+            EndedTwiceError: it isn't open.
+        """
+        if request not in self._open:
+            raise EndedTwiceError(f"request {request} is not open; outcome {outcome} would end it twice")
+        self._open.discard(request)
+        self._write(
+            "UPDATE requests SET ended_at_s = ?, outcome = ?, backend = ?, reason = ?, images = ? WHERE request_id = ?",
+            (at_s, outcome, backend, reason, images, request),
+        )
+
+    def close(self) -> None:
+        """Flush and stop. Idempotent."""
+        self._stop.set()
+        self._thread.join()
+
+    def _write(self, statement: str, values: tuple[object, ...]) -> None:
+        with self._lock:
+            self._rows.append((statement, values))
+
+    def _flush_until_closed(self) -> None:
+        with closing(sqlite3.connect(self._path, timeout=self._lock_timeout_s)) as db:
+            while not self._stop.wait(FLUSH_S):
+                self._flush(db)
+            self._flush(db)
+
+    def _flush(self, db: sqlite3.Connection) -> None:
+        with self._lock:
+            rows, self._rows = self._rows, []
+        if not rows:
+            return
+        try:
+            with db:
+                for statement, values in rows:
+                    db.execute(statement, values)
+        except sqlite3.OperationalError as error:
+            # A full or locked disk must not stop serving; the rows are kept and tried again in FLUSH_S.
+            _LOG.warning("ledger %s: %d rows not written yet: %s", self._path, len(rows), error)
+            self.write_failures += 1
+            with self._lock:
+                self._rows = rows + self._rows
+
+
+def read_rows(folder: Path) -> Iterator[RequestRow]:
+    """Every request of every gateway's file in `folder`, file by file, by time of acceptance."""
+    for path in sorted(folder.glob("*.sqlite")):
+        with _reading(path) as db:
+            query = (
+                "SELECT request_id, accepted_at_s, ended_at_s, outcome, backend, reason, images,"
+                " (SELECT count(*) FROM attempts a WHERE a.request_id = r.request_id)"
+                " FROM requests r ORDER BY accepted_at_s, request_id"
+            )
+            for row in db.execute(query):
+                yield RequestRow(
+                    gateway=path.stem,
+                    request_id=row[0],
+                    accepted_at_s=row[1],
+                    ended_at_s=row[2],
+                    outcome=row[3],
+                    backend=row[4],
+                    reason=row[5],
+                    images=row[6],
+                    attempts=row[7],
+                )
+
+
+def read_totals(folder: Path) -> dict[str, float]:
+    """Sums over all gateways' files in `folder`.
+
+    `sent` = `local` + `spilled` + `refused` + `cancelled` + `failed` + `open`; besides `images`, `attempts`,
+    `price_usd` and `compute_s`.
+    """
+    names = ("sent", "local", "spilled", "refused", "cancelled", "failed", "open", "images")
+    query = (
+        "SELECT count(*),"
+        " coalesce(sum(outcome = 'answered' AND backend LIKE 'local/%'), 0),"
+        " coalesce(sum(outcome = 'answered' AND backend LIKE 'provider/%'), 0),"
+        " coalesce(sum(outcome = 'refused'), 0), coalesce(sum(outcome = 'cancelled'), 0),"
+        " coalesce(sum(outcome = 'failed'), 0), coalesce(sum(outcome IS NULL), 0), coalesce(sum(images), 0)"
+        " FROM requests"
+    )
+    cost_names = ("attempts", "price_usd", "compute_s")
+    costs = "SELECT count(*), coalesce(sum(price_usd), 0.0), coalesce(sum(compute_s), 0.0) FROM attempts"
+    totals: dict[str, float] = dict.fromkeys(names + cost_names, 0)
+    for path in sorted(folder.glob("*.sqlite")):
+        with _reading(path) as db:
+            sums = (*db.execute(query).fetchone(), *db.execute(costs).fetchone())
+        for name, value in zip(names + cost_names, sums, strict=True):
+            totals[name] += value
+    return totals
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[sqlite3.Connection]:
+    with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=5.0)) as db:
+        yield db

@@ -1,0 +1,127 @@
+"""A GPU replica: one engine behind a Serve handle. Torch is imported when the replica starts, not before."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ray import serve
+
+from tidegate.arbiter.client import ArbiterClient
+from tidegate.arbiter.messages import ReplicaReport, Weights
+from tidegate.errors import ModelRefusedError, NoArbiterError
+from tidegate.serve.work import ImageJob, Made
+
+if TYPE_CHECKING:
+    from tidegate.serve.engine import Engine
+
+REPORT_S = 1.0
+"""Between two words with the arbiter."""
+
+MAX_ONGOING = 2
+"""One at work, one ready to follow, so that the GPU doesn't wait for the network."""
+
+_LOG = logging.getLogger("ray.serve")
+
+
+@serve.deployment(max_ongoing_requests=MAX_ONGOING)
+class ImagesReplica:
+    """Serves the newest published weights, or `folder` where none are published or they are refused."""
+
+    async def __init__(self, app: str, folder: str, threads: int, stuck_after_s: float) -> None:  # type: ignore[misc]
+        # Serve awaits a constructor that is a coroutine.
+        self._app, self._stuck_after_s = app, stuck_after_s
+        self._name = serve.get_replica_context().replica_id.unique_id
+        self._arbiter = ArbiterClient(timeout_s=2.0)
+        self._version = 0
+        """0 = `folder`; published ones count from 1."""
+        self._tried = 0
+        """The newest version that was loaded or refused."""
+        self._refused: str | None = None
+        self._started_s: float | None = None
+        # Two threads: one makes pictures, the other loads new weights meanwhile.
+        self._maker = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        self._loader = ThreadPoolExecutor(1, thread_name_prefix="weights")
+        published = await self._report()
+        self._engine = await asyncio.get_running_loop().run_in_executor(
+            self._loader, self._first_engine, Path(folder), threads, published
+        )
+        self._reporting = asyncio.get_running_loop().create_task(self._report_for_ever())
+
+    async def make(self, job: ImageJob) -> Made:
+        """Make a job's pictures; image i from `seed + i`. A cancelled call stops between two denoise steps."""
+        gone = threading.Event()
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._maker, self._make, job, gone)
+        except asyncio.CancelledError:
+            gone.set()
+            raise
+
+    def _make(self, job: ImageJob, gone: threading.Event) -> Made:
+        self._started_s = time.monotonic()
+        try:
+            seeds = [job.seed + index for index in range(job.images)]
+            pngs, compute_s = self._engine.generate(
+                [job.prompt] * job.images, seeds, steps=job.steps, cancelled=gone.is_set
+            )
+            return Made(pngs=pngs, seed=job.seed, compute_s=compute_s)
+        finally:
+            self._started_s = None
+
+    async def check_health(self) -> None:
+        """Serve replaces the replica when this raises."""
+        started_s = self._started_s
+        if started_s is not None and time.monotonic() - started_s > self._stuck_after_s:
+            raise RuntimeError(f"the engine has been at one request for more than {self._stuck_after_s:.0f} s")
+        if self._reporting.done():
+            raise RuntimeError(f"the report loop ended: {self._reporting.exception()!r}")
+
+    def _first_engine(self, folder: Path, threads: int, published: Weights | None) -> Engine:
+        from tidegate.serve.engine import Engine  # here, so that building the app imports no torch
+
+        if published is not None:
+            self._tried = published.version
+            try:
+                engine = Engine(Path(published.uri), threads)
+            except ModelRefusedError as error:
+                self._refuse(published, error)
+            else:
+                self._version = published.version
+                return engine
+        return Engine(folder, threads)
+
+    async def _report_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(REPORT_S)
+            weights = await self._report()
+            if weights is not None and weights.version > self._tried:
+                await asyncio.get_running_loop().run_in_executor(self._loader, self._swap, weights)
+                await self._report()
+
+    def _swap(self, weights: Weights) -> None:
+        self._tried = weights.version
+        try:
+            self._engine.swap(Path(weights.uri))
+        except ModelRefusedError as error:
+            self._refuse(weights, error)
+        else:
+            self._version, self._refused = weights.version, None
+            _LOG.info("replica %s serves weights %d from %s", self._name, weights.version, weights.uri)
+
+    def _refuse(self, weights: Weights, error: ModelRefusedError) -> None:
+        self._refused = f"version {weights.version}: {error}"
+        _LOG.warning("replica %s: %s", self._name, error)
+
+    async def _report(self) -> Weights | None:
+        report = ReplicaReport(
+            replica=self._name, at_s=time.time(), serving_version=self._version, refused=self._refused
+        )
+        try:
+            return await self._arbiter.report_replica(self._app, report)
+        except NoArbiterError:
+            return None  # away: what serves keeps serving; the next report comes in REPORT_S

@@ -1,0 +1,174 @@
+"""Where a request goes now. Pure: `pick(request, view, now_s)` is the only place that chooses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from tidegate.arbiter.messages import Spillway
+from tidegate.ids import PoolName, ProviderName
+from tidegate.serve.work import Size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolView:
+    pool: PoolName
+    replicas: int
+    """Running, capped by the orders' allowance."""
+    free_slots: int
+    """Requests that it would take now, within the allowance."""
+    ongoing: int
+    service_s: float | None = None
+    """Recent seconds of work for one request on one replica; None = nothing measured yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProviderView:
+    name: ProviderName
+    ongoing: int
+    slots: int
+    """How many it may hold now (one at a time after a failure)."""
+    resting_until_s: float
+    """Not to be asked before; 0 = in good standing."""
+    price_per_image_usd: float
+    latency_s: float | None
+    models: frozenset[str]
+    sizes: frozenset[Size] | None
+    """None = all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    pools: tuple[PoolView, ...]
+    providers: tuple[ProviderView, ...]
+    spillway: Spillway
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouteRequest:
+    """What routing needs to know of a request. `excluded_*` and `bought` hold what its attempts taught."""
+
+    model: str
+    size: Size
+    accepted_at_s: float
+    patience_until_s: float
+    """Until here it waits for a local replica while the spillway is closed."""
+    deadline_s: float
+    """Absolute; shared by all attempts."""
+    local_only: bool = False
+    bought: bool = False
+    """A provider may have charged for it and its answer was lost: it is never bought again (C160)."""
+    excluded_pools: frozenset[PoolName] = frozenset()
+    excluded_providers: frozenset[ProviderName] = frozenset()
+
+    @property
+    def may_leave(self) -> bool:
+        return not self.local_only and not self.bought
+
+
+@dataclass(frozen=True, slots=True)
+class ToLocal:
+    pool: PoolName
+
+
+@dataclass(frozen=True, slots=True)
+class ToProvider:
+    provider: ProviderName
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    until_s: float
+    """Time alone changes nothing before this; a freed slot or new orders may."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reject:
+    reason: str
+    retry_after_s: float
+
+
+Step: TypeAlias = ToLocal | ToProvider | Wait | Reject
+
+
+def pick(request: RouteRequest, view: View, now_s: float, ahead: int = 0) -> Step:
+    """Where `request` goes now; `ahead` requests wait before it for the same places.
+
+    - A free local slot within the allowance wins; a pool without replicas is never chosen.
+    - Spillway open: else the cheapest provider that can make it, at once.
+    - Spillway closed: it waits for a local replica while that can keep its patience, then spills before it fails.
+    - All providers resting is no error while one comes back before the deadline (C155).
+    - At the deadline it is rejected, and told when to come back.
+    """
+    if now_s >= request.deadline_s:
+        return Reject("no replica and no provider took it before its deadline", _come_back_s(request, view, now_s))
+    pools = [pool for pool in view.pools if pool.pool not in request.excluded_pools]
+    free = [pool for pool in pools if pool.replicas > 0 and pool.free_slots > 0]
+    if free:
+        return ToLocal(max(free, key=_room).pool)
+    capable = [provider for provider in view.providers if _can_make(provider, request)]
+    if not pools and not capable:
+        return Reject("nothing here can make it", _come_back_s(request, view, now_s))
+    spill_at_s = _spill_at_s(request, view, pools, now_s, ahead)
+    if now_s >= spill_at_s:
+        ready = [p for p in capable if now_s >= p.resting_until_s and p.ongoing < p.slots]
+        if ready:
+            return ToProvider(min(ready, key=_cheapness).name)
+        if not pools and all(p.resting_until_s >= request.deadline_s for p in capable):
+            return Reject("every provider rests beyond its deadline", _come_back_s(request, view, now_s))
+    changes = [provider.resting_until_s for provider in capable] + [spill_at_s, request.deadline_s]
+    return Wait(min(at_s for at_s in changes if at_s > now_s))
+
+
+def _room(pool: PoolView) -> tuple[int, float, str]:
+    """Most free slots, then the quickest; the name only settles ties, so that equal views give equal answers."""
+    return (pool.free_slots, -(pool.service_s or 0.0), pool.pool)
+
+
+def _cheapness(provider: ProviderView) -> tuple[float, float, float, str]:
+    return (
+        provider.price_per_image_usd,
+        provider.ongoing / provider.slots,
+        provider.latency_s or 0.0,
+        provider.name,
+    )
+
+
+def _can_make(provider: ProviderView, request: RouteRequest) -> bool:
+    return (
+        request.may_leave
+        and provider.name not in request.excluded_providers
+        and request.model in provider.models
+        and (provider.sizes is None or request.size in provider.sizes)
+    )
+
+
+def _spill_at_s(request: RouteRequest, view: View, pools: list[PoolView], now_s: float, ahead: int) -> float:
+    """From when on a provider may take it."""
+    if view.spillway is Spillway.OPEN or not pools:
+        return now_s
+    # Capacity, before errors: a queue that can't be worked off within its patience isn't waited for.
+    if now_s + _expected_wait_s(pools, ahead) > request.patience_until_s:
+        return now_s
+    return request.patience_until_s
+
+
+def _expected_wait_s(pools: list[PoolView], ahead: int) -> float:
+    """Queue ÷ rate: those ahead and this one leave at Σ replicas/service_s. Unknown counts as no wait at all."""
+    rate = sum(pool.replicas / pool.service_s for pool in pools if pool.service_s)
+    measured = all(pool.service_s for pool in pools if pool.replicas)
+    return (ahead + 1) / rate if rate and measured else 0.0
+
+
+def _come_back_s(request: RouteRequest, view: View, now_s: float) -> float:
+    """Seconds until a capable provider is back, else one second."""
+    rests = [p.resting_until_s - now_s for p in view.providers if _can_make(p, request)]
+    return max(1.0, min((rest for rest in rests if rest > 0), default=1.0))
+
+
+def wait_is_for_all(view: View, now_s: float) -> bool:
+    """No slot is free anywhere: whoever comes after a request that waits, waits as well (the queue need not be read
+    to its end)."""
+    local = any(pool.replicas > 0 and pool.free_slots > 0 for pool in view.pools)
+    outside = any(now_s >= p.resting_until_s and p.ongoing < p.slots for p in view.providers)
+    return not local and not outside

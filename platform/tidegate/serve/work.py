@@ -1,0 +1,62 @@
+"""What the serve room's parts hand each other: one request as it is made, and what came of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tidegate.ids import RequestId
+
+
+class Size(NamedTuple):
+    """Pixels. Written `WxH`, as in OpenAI's API."""
+
+    width: int
+    height: int
+
+    def __str__(self) -> str:
+        return f"{self.width}x{self.height}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageJob:
+    """An admitted request: checked, bounded, defaults filled in."""
+
+    request: RequestId
+    model: str
+    prompt: str
+    images: int
+    size: Size
+    seed: int
+    """Image i is made with `seed + i`."""
+    seed_asked: bool
+    """The client named the seed, so a provider must honour it; a drawn one is nobody's wish."""
+    steps: int | None
+    """Denoise steps; None = the model's own."""
+    local_only: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Made:
+    """Pictures, wherever they were made."""
+
+    pngs: tuple[bytes, ...]
+    seed: int | None
+    """None where a provider drew its own."""
+    compute_s: float = 0.0
+    """GPU-seconds that it took here; 0 at a provider."""
+
+
+# --- errors of a local attempt. Making a picture changes nothing, so each of them may be tried again elsewhere.
+
+
+class PoolBusyError(Exception):
+    """No replica of the pool has a free slot (or it has none at all): the request was not sent."""
+
+
+class PoolLostError(Exception):
+    """The replica went away with the request in its hands."""
+
+
+class EngineFailedError(Exception):
+    """The replica lives, yet could not make this picture."""

@@ -1,0 +1,48 @@
+"""What a rank tells whoever watches it, and the one thing it asks."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Protocol
+
+
+class Phase(StrEnum):
+    STARTING = "starting"
+    RENDEZVOUS = "rendezvous"
+    RESTORING = "restoring"
+    STEPPING = "stepping"
+    SAVING = "saving"
+    """Blocked by a save: staging, or waiting for the one before."""
+    EXPORTING = "exporting"
+    DONE = "done"
+
+
+class Progress(Protocol):
+    """Called from the rank's main thread, `stepped` and `stop_requested` in every step: both must cost microseconds."""
+
+    def phase(self, phase: Phase) -> None: ...
+
+    def stepped(self, step: int, loss: float) -> None:
+        """`step` steps are done, the loss is the global batch's mean (NaN where the step was skipped)."""
+        ...
+
+    def committed(self, step: int) -> None:
+        """A checkpoint of `step` exists. Rank 0 alone knows, and is told a step late at most."""
+        ...
+
+    def stop_requested(self) -> bool:
+        """Whether to save and leave. One rank's yes is enough: it is OR-ed over all of them, so all leave together."""
+        ...
+
+
+class NullProgress:
+    """Nobody watches."""
+
+    def phase(self, phase: Phase) -> None: ...
+
+    def stepped(self, step: int, loss: float) -> None: ...
+
+    def committed(self, step: int) -> None: ...
+
+    def stop_requested(self) -> bool:
+        return False

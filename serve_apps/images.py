@@ -1,0 +1,69 @@
+"""The images application: one pool of GPU replicas for each node that has GPUs, and the gateway before them.
+
+serve deploy serve_apps/images.yaml
+"""
+
+from pathlib import Path
+from typing import Any
+
+import ray
+from pydantic import BaseModel, ConfigDict, Field
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+
+from tidegate.ids import NodeId, pool_name
+from tidegate.serve.admission import Limits
+from tidegate.serve.gateway import Gateway
+from tidegate.serve.replica import ImagesReplica
+from tidegate.serve.work import Size
+from tidegate.spec.load import load_policy
+from tidegate.train.recipe import Recipe
+
+# No `from __future__ import annotations` here: Serve reads `build`'s annotation to check the arguments.
+
+
+class ImagesArgs(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    weights: str
+    """A folder written by `jobs/export_pipeline.py`; every node must see it under this path."""
+    model: str = "tidegate-digits"
+    """The name that clients ask for."""
+    policy: str = "policy.yaml"
+    gateways: int = Field(default=1, ge=1)
+    threads_per_replica: int = Field(default=1, ge=1)
+
+
+def build(args: ImagesArgs) -> serve.Application:
+    policy = load_policy(Path(args.policy))
+    recipe = Recipe.model_validate_json((Path(args.weights) / "recipe.json").read_bytes())
+    pools = {
+        pool_name(node): ImagesReplica.options(
+            name=pool_name(node),
+            num_replicas=1,  # to begin with; from then on the arbiter sets it through the external scaler
+            ray_actor_options={"num_cpus": 0, "num_gpus": 1, "label_selector": {"ray.io/node-id": node}},
+            request_router_config=RequestRouterConfig(
+                request_router_class="tidegate.serve.router:SpillRouter",
+                request_router_kwargs={"pool": pool_name(node)},
+            ),
+            graceful_shutdown_wait_loop_s=0.1,
+            graceful_shutdown_timeout_s=policy.serving.drain_deadline_s,
+        ).bind(policy.serving.app, args.weights, args.threads_per_replica, 2 * policy.serving.request_deadline_s)
+        for node in gpu_nodes(ray.nodes())
+    }
+    limits = Limits(model=args.model, sizes=(Size(recipe.image.width, recipe.image.height),))
+    gateway = Gateway.options(
+        num_replicas=args.gateways,
+        ray_actor_options={"num_cpus": 0},
+        graceful_shutdown_wait_loop_s=0.1,
+        graceful_shutdown_timeout_s=policy.serving.request_deadline_s,
+    )
+    return gateway.bind(policy, limits, pools)
+
+
+def gpu_nodes(nodes: list[dict[str, Any]]) -> list[NodeId]:
+    """The live ones with a GPU, from what `ray.nodes()` says."""
+    found = sorted(NodeId(node["NodeID"]) for node in nodes if node["Alive"] and node["Resources"].get("GPU", 0) >= 1)
+    if not found:
+        raise RuntimeError("no live node has a GPU\nhint: `ray start --num-gpus=N` on one, then deploy again")
+    return found

@@ -1,0 +1,122 @@
+"""Saves beside training, in a world of one."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from folders import about, parts_of, tensors
+
+from tidegate.checkpoint.disk import Outcome, Saver
+from tidegate.checkpoint.restore import load, newest_good
+from tidegate.checkpoint.shards import Part
+from tidegate.train.parallel import joined
+
+
+@pytest.fixture
+def group() -> Iterator[dist.ProcessGroup]:
+    with joined(30) as world:
+        yield world.saving
+
+
+@contextmanager
+def full_disk(limit_bytes: int) -> Iterator[None]:
+    """No file may grow beyond the limit: a write fails in the middle, as on a full disk, though with EFBIG."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def save(saver: Saver, step: int, generation: int = 0) -> Outcome:
+    assert saver.start(about(step, generation)) is None
+    outcome = saver.finish()
+    assert outcome is not None
+    return outcome
+
+
+def saver_of(folder: Path, group: dist.ProcessGroup, parts: list[Part], keep: int = 2) -> Saver:
+    return Saver(folder, parts, group=group, generation=0, keep=keep, clock=lambda: 1234.5)
+
+
+def test_saves_are_committed_and_the_old_ones_leave(tmp_path: Path, group: dist.ProcessGroup) -> None:
+    parts = parts_of(tensors(), 0, 1)
+    saver = saver_of(tmp_path, group, parts)
+    for step in (20, 40, 60):
+        outcome = save(saver, step)
+        assert outcome.error is None
+        assert 0 <= outcome.stall_s <= outcome.commit_s
+    saver.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000040.g0", "step-00000060.g0"]
+    found = newest_good(tmp_path)
+    assert found.checkpoint is not None
+    manifest = found.checkpoint.manifest
+    assert (manifest.step, manifest.at_s, manifest.total_bytes) == (60, 1234.5, outcome.bytes)
+
+
+def test_training_goes_on_while_a_save_flies(tmp_path: Path, group: dist.ProcessGroup) -> None:
+    """C061, through the saver: the weights change at once, the file holds what they were."""
+    parts = parts_of(tensors(), 0, 1)
+    saver = saver_of(tmp_path, group, parts)
+    saver.start(about(20))
+    for part in parts:
+        part.local.add_(1)
+    assert saver.finish() is not None
+    saver.close()
+    found = newest_good(tmp_path).checkpoint
+    assert found is not None
+    read = parts_of({name: torch.zeros_like(tensor) for name, tensor in tensors().items()}, 0, 1)
+    load(found, read)
+    assert all(torch.equal(part.local, tensors()[part.name]) for part in read)
+
+
+def test_a_full_disk_costs_one_save(tmp_path: Path, group: dist.ProcessGroup) -> None:
+    """C058: save(40) fails in the thread; its reason comes out, save(20) stays, save(60) works."""
+    saver = saver_of(tmp_path, group, parts_of(tensors(), 0, 1))
+    assert save(saver, 20).error is None
+    with full_disk(300):
+        outcome = save(saver, 40)
+    assert outcome.error is not None
+    assert outcome.error.startswith(f"rank 0: {os.strerror(errno.EFBIG)}")
+    found = newest_good(tmp_path)
+    assert found.checkpoint is not None
+    assert found.checkpoint.manifest.step == 20
+    assert [skipped.name for skipped in found.skipped] == ["step-00000040.g0"]
+    assert save(saver, 60).error is None
+    saver.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000020.g0", "step-00000060.g0"]
+
+
+def test_a_rotten_checkpoint_is_not_kept_in_place_of_a_good_one(tmp_path: Path, group: dist.ProcessGroup) -> None:
+    """Step 40 did not verify, the run went on from 20: with keep 1 the new step 30 must stay."""
+    parts = parts_of(tensors(), 0, 1)
+    saver = saver_of(tmp_path, group, parts)
+    save(saver, 40)
+    saver.close()
+    rotten = frozenset({"step-00000040.g0"})
+    again = Saver(tmp_path, parts, group=group, generation=1, keep=1, rotten=rotten)
+    assert save(again, 30, generation=1).error is None
+    again.close()
+    assert (tmp_path / "step-00000030.g1" / "manifest.json").exists()
+
+
+def test_the_next_save_tells_how_the_one_before_ended(tmp_path: Path, group: dist.ProcessGroup) -> None:
+    saver = saver_of(tmp_path, group, parts_of(tensors(), 0, 1))
+    assert saver.start(about(20)) is None
+    before = saver.start(about(40))
+    assert before is not None
+    assert (before.step, before.error) == (20, None)
+    last = saver.finish()
+    assert last is not None
+    assert last.step == 40
+    assert saver.finish() is None is saver.poll()
+    saver.close()

@@ -1,0 +1,106 @@
+"""The engine on a real export: the same seed the same picture, cancel between steps, swap only what is whole."""
+
+from __future__ import annotations
+
+import io
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from tidegate.errors import ModelRefusedError
+from tidegate.serve.engine import Engine
+from tidegate.spec.load import load_model
+from tidegate.train.config import ImageSpec, RunConfig
+from tidegate.train.export import export_id, write_export
+from tidegate.train.model import seeded
+from tidegate.train.recipe import Recipe
+from tidegate.train.sample import Cancelled
+
+CONFIG = load_model(Path(__file__).parents[2] / "jobs" / "configs" / "digits.yaml", RunConfig)
+
+
+def export(folder: Path, seed: int, image: ImageSpec = CONFIG.image) -> Path:
+    recipe = Recipe.of(CONFIG).model_copy(update={"image": image})
+    write_export(folder, CONFIG.model, seeded(CONFIG.model, seed).state_dict(), recipe, run="test", step=seed)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export(tmp_path_factory.mktemp("exports") / "first", 1)
+
+
+def test_a_seed_means_one_picture_alone_or_in_a_batch(first: Path) -> None:
+    engine = Engine(first, threads=1)
+    batch, took_s = engine.generate(["a two"] * 3, [7, 8, 9], steps=4)
+    alone, _ = engine.generate(["a two"], [9], steps=4)
+    assert alone[0] == batch[2]
+    assert len(set(batch)) == 3
+    assert took_s > 0
+    image = Image.open(io.BytesIO(alone[0]))
+    assert (image.format, image.size, image.mode) == ("PNG", (8, 8), "L")
+
+
+def test_it_stops_between_two_steps(first: Path) -> None:
+    asked = iter([False, False, True])
+    with pytest.raises(Cancelled) as cancelled:
+        Engine(first, threads=1).generate(["a two"], [1], steps=50, cancelled=lambda: next(asked))
+    assert cancelled.value.steps_done == 2
+
+
+def test_a_swap_changes_the_picture(first: Path, tmp_path: Path) -> None:
+    engine = Engine(first, threads=1)
+    before, _ = engine.generate(["a two"], [7])
+    second = export(tmp_path / "second", 2)
+    engine.swap(second)
+    assert engine.export == export_id(second)
+    assert engine.generate(["a two"], [7])[0] != before
+    engine.swap(first)
+    assert engine.generate(["a two"], [7])[0] == before
+
+
+def test_a_swap_waits_for_the_request_at_work(first: Path, tmp_path: Path) -> None:
+    """One picture comes from one set of weights, start to end."""
+    engine = Engine(first, threads=1)
+    expected, _ = engine.generate(["a two"], [7], steps=5)
+    second = export(tmp_path / "second", 2)
+    swapping: list[threading.Thread] = []
+
+    def swap_midway() -> bool:
+        if not swapping:
+            swapping.append(threading.Thread(target=engine.swap, args=(second,)))
+            swapping[0].start()
+        return False
+
+    assert engine.generate(["a two"], [7], steps=5, cancelled=swap_midway)[0] == expected
+    swapping[0].join(30)
+    assert engine.export == export_id(second)
+
+
+def test_a_torn_export_is_refused_and_the_old_one_serves(first: Path, tmp_path: Path) -> None:
+    """C193."""
+    engine = Engine(first, threads=1)
+    before, _ = engine.generate(["a two"], [7])
+    torn = export(tmp_path / "torn", 2)
+    (weights,) = (torn / "transformer").glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-10])
+    with pytest.raises(ModelRefusedError):
+        engine.swap(torn)
+    assert engine.generate(["a two"], [7])[0] == before
+    with pytest.raises(ModelRefusedError):
+        Engine(torn, threads=1)
+
+
+def test_another_kind_of_picture_is_refused(first: Path, tmp_path: Path) -> None:
+    """Clients were told the size; new weights may not change it under their hands."""
+    larger = export(tmp_path / "larger", 2, CONFIG.image.model_copy(update={"width": 16, "height": 16}))
+    with pytest.raises(ModelRefusedError, match="another app"):
+        Engine(first, threads=1).swap(larger)

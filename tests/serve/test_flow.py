@@ -1,0 +1,379 @@
+"""A request's walk without Ray: pools that the test fills, a real provider process, real time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stand_in import StandIn, free_port
+
+from tidegate.arbiter.messages import Orders, Spillway
+from tidegate.clock import SystemClock
+from tidegate.ids import GatewayId, Generation, PoolName, ProviderName, RequestId
+from tidegate.serve.api import ApiError
+from tidegate.serve.backends import Backends
+from tidegate.serve.flow import LOST_MAX, Answer, Flow
+from tidegate.serve.ledger import Ledger, Outcome, read_totals
+from tidegate.serve.providers import connect
+from tidegate.serve.router_registry import PoolSeen
+from tidegate.serve.routing import RouteRequest, ToLocal
+from tidegate.serve.work import EngineFailedError, ImageJob, Made, PoolBusyError, PoolLostError, Size
+from tidegate.spec.policy import ProviderSpec, ServingSpec
+
+A = PoolName("a")
+JOB = ImageJob(
+    request=RequestId("r"),
+    model="tidegate-digits",
+    prompt="a two",
+    images=1,
+    size=Size(8, 8),
+    seed=3,
+    seed_asked=True,
+    steps=None,
+    local_only=False,
+)
+SPEC = ServingSpec(patience_s=0.3, request_deadline_s=1.5)
+
+
+@dataclass
+class Pools:
+    """One pool with `replicas` of two slots; each call does the next of `script`, then works `takes_s`."""
+
+    replicas: int = 1
+    takes_s: float = 0.01
+    script: list[Exception] = field(default_factory=list)
+    ongoing: int = 0
+    ongoing_max: int = 0
+    calls: int = 0
+    made: list[RequestId] = field(default_factory=list)
+
+    def seen(self) -> dict[PoolName, PoolSeen]:
+        return {A: PoolSeen(self.replicas, self.ongoing, 2)}
+
+    async def make(self, pool: PoolName, job: ImageJob, timeout_s: float) -> Made:
+        self.calls += 1
+        if self.script:
+            error = self.script.pop(0)
+            await asyncio.sleep(0)  # so that others can come before it fails
+            raise error
+        if not self.replicas:
+            raise PoolBusyError(pool)
+        self.ongoing += 1
+        self.ongoing_max = max(self.ongoing, self.ongoing_max)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await asyncio.sleep(self.takes_s)
+        finally:
+            self.ongoing -= 1
+        self.made.append(job.request)
+        return Made(pngs=(b"png",), seed=job.seed, compute_s=self.takes_s)
+
+
+@dataclass
+class House:
+    flow: Flow
+    backends: Backends
+    pools: Pools
+    ledger: Ledger
+    folder: Path
+    generation: int = 0
+
+    def order(self, spillway: Spillway, **allowances: int) -> None:
+        self.generation += 1
+        allowed = {PoolName(name): count for name, count in allowances.items()}
+        self.backends.follow(Orders(generation=Generation(self.generation), spillway=spillway, allowances=allowed))
+        self.flow.dispatcher.look()
+
+    async def ask(self, name: str = "r", **more: Any) -> Answer:
+        """As the gateway does: accepted, answered, ended once."""
+        job = replace(JOB, request=RequestId(name), **more)
+        clock = SystemClock()
+        self.ledger.accept(job.request, clock.now_s())
+        try:
+            answer = await self.flow.answer(job, clock.now_s())
+        except ApiError:
+            self.ledger.end(job.request, clock.now_s(), Outcome.FAILED)
+            raise
+        except asyncio.CancelledError:
+            self.ledger.end(job.request, clock.now_s(), Outcome.CANCELLED)
+            raise
+        self.ledger.end(job.request, clock.now_s(), Outcome.ANSWERED, backend=answer.backend, images=job.images)
+        return answer
+
+    def totals(self) -> dict[str, float]:
+        self.ledger.close()
+        return read_totals(self.folder)
+
+    def idle(self) -> bool:
+        view = self.backends.view(0.0)
+        return self.flow.dispatcher.waiting == 0 and not any(p.ongoing for p in (*view.pools, *view.providers))
+
+
+@dataclass
+class Street:
+    """Builds houses in the test's folder."""
+
+    folder: Path
+
+    def run(
+        self,
+        story: Callable[[House], Coroutine[Any, Any, None]],
+        pools: Pools,
+        *providers: ProviderSpec,
+        spec: ServingSpec = SPEC,
+    ) -> House:
+        async def live() -> House:
+            async with self.house(pools, providers, spec) as house:
+                await story(house)
+                assert house.idle()
+                return house
+
+        return asyncio.run(live())
+
+    @asynccontextmanager
+    async def house(self, pools: Pools, providers: tuple[ProviderSpec, ...], spec: ServingSpec) -> Any:
+        backends = Backends(providers, pools.seen)
+        ledger = Ledger(self.folder, GatewayId("g"))
+        adapters = {ProviderName(one.name): connect(one) for one in providers}
+        flow = Flow(spec, backends, pools, adapters, ledger, SystemClock())
+        try:
+            yield House(flow, backends, pools, ledger, self.folder)
+        finally:
+            for adapter in adapters.values():
+                await adapter.aclose()
+            ledger.close()
+
+
+@pytest.fixture
+def street(tmp_path: Path) -> Street:
+    return Street(tmp_path)
+
+
+def test_local_first(street: Street, stand_in: StandIn) -> None:
+    async def story(house: House) -> None:
+        house.order(Spillway.OPEN)
+        assert (await house.ask()).backend == "local/a"
+
+    totals = street.run(story, Pools(), stand_in.spec()).totals()
+    assert (totals["local"], totals["compute_s"], totals["price_usd"]) == (1, 0.01, 0.0)
+
+
+def test_at_zero_the_closed_spillway_costs_patience_and_the_open_one_nothing(street: Street, stand_in: StandIn) -> None:
+    async def story(house: House) -> None:
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        assert (await house.ask("closed")).backend == "provider/stand-in"
+        assert clock() - began >= SPEC.patience_s
+        house.order(Spillway.OPEN)
+        began = clock()
+        assert (await house.ask("open")).backend == "provider/stand-in"
+        assert clock() - began < SPEC.patience_s
+
+    house = street.run(story, Pools(replicas=0), stand_in.spec())
+    assert house.pools.calls == 0
+    assert house.totals()["price_usd"] == pytest.approx(0.02)
+
+
+def test_no_more_than_the_allowance(street: Street) -> None:
+    async def story(house: House) -> None:
+        house.order(Spillway.CLOSED, a=1)
+        await asyncio.gather(*(house.ask(str(number)) for number in range(8)))
+        assert house.pools.ongoing_max == 2
+        house.order(Spillway.CLOSED)
+        await asyncio.gather(*(house.ask(f"more {number}") for number in range(8)))
+        assert house.pools.ongoing_max == 6
+
+    street.run(story, Pools(replicas=3))
+
+
+def test_first_come_first_served(street: Street) -> None:
+    async def story(house: House) -> None:
+        await asyncio.gather(*(house.ask(str(number)) for number in range(6)))
+        assert house.pools.made == [str(number) for number in range(6)]
+
+    street.run(story, Pools())
+
+
+@pytest.mark.parametrize("error", [PoolBusyError("a"), PoolLostError("ActorDiedError")])
+def test_a_lost_or_busy_replica_is_tried_again(error: Exception, street: Street) -> None:
+    async def story(house: House) -> None:
+        assert (await house.ask()).backend == "local/a"
+
+    house = street.run(story, Pools(script=[error]))
+    assert house.pools.calls == 2
+    assert house.totals()["attempts"] == (2 if isinstance(error, PoolLostError) else 1)
+
+
+def test_a_failing_engine_is_left_for_a_provider(street: Street, stand_in: StandIn) -> None:
+    async def story(house: House) -> None:
+        assert (await house.ask()).backend == "provider/stand-in"
+
+    assert street.run(story, Pools(script=[EngineFailedError("CUDA error")]), stand_in.spec()).pools.calls == 1
+
+
+def test_a_request_that_kills_replicas_is_kept_from_them(street: Street) -> None:
+    async def story(house: House) -> None:
+        with pytest.raises(ApiError) as failed:
+            await house.ask()
+        assert (failed.value.status, failed.value.code) == (502, "backends_failed")
+
+    pools = Pools(script=[PoolLostError("died") for _ in range(10)])
+    assert street.run(story, pools).pools.calls == LOST_MAX
+
+
+def test_the_next_provider_when_one_refuses(street: Street, stand_in: StandIn) -> None:
+    """C161: at once, though the first one asks for 46.72 s."""
+    stand_in.control(fault="status", status=429, retry_after="46.72")
+    cheap = stand_in.spec(name="cheap", price_per_image_usd=0.001)
+
+    async def story(house: House) -> None:
+        house.order(Spillway.OPEN)
+        assert (await house.ask("one")).backend == "provider/stand-in"
+        assert (await house.ask("two")).backend == "provider/stand-in"  # the cheap one rests: not asked again
+
+    house = street.run(story, Pools(replicas=0), cheap, stand_in.spec())
+    totals = house.totals()
+    assert (totals["attempts"], totals["price_usd"]) == (3, pytest.approx(0.02))  # what refuses charges nothing
+
+
+def test_all_providers_resting_is_waited_for(street: Street, stand_in: StandIn) -> None:
+    """C155: back within the request's deadline."""
+    stand_in.control(fault="status", status=429, retry_after="0.4")
+
+    async def story(house: House) -> None:
+        house.order(Spillway.OPEN)
+        assert (await house.ask()).backend == "provider/stand-in"
+
+    assert street.run(story, Pools(replicas=0), stand_in.spec()).totals()["attempts"] == 2
+
+
+def test_a_lost_answer_is_not_bought_again(street: Street, stand_in: StandIn) -> None:
+    """C160: with a second provider at hand, and nothing at home, it fails rather than pays twice."""
+    before = stand_in.stats()["answered"]
+    stand_in.control(fault="drop")
+
+    async def story(house: House) -> None:
+        house.order(Spillway.OPEN)
+        with pytest.raises(ApiError) as failed:
+            await house.ask()
+        assert (failed.value.status, failed.value.retry) == (504, False)
+
+    house = street.run(story, Pools(replicas=0), stand_in.spec(), stand_in.spec(name="second"))
+    assert stand_in.stats()["answered"] == before + 1
+    assert house.totals()["price_usd"] == pytest.approx(0.01)  # it may have been charged
+
+
+def test_a_lost_answer_is_made_at_home_when_there_is_room(street: Street, stand_in: StandIn) -> None:
+    """C160: making it here costs nobody twice."""
+    stand_in.control(fault="drop")
+
+    async def story(house: House) -> None:
+        house.order(Spillway.OPEN, a=0)
+        asking = asyncio.create_task(house.ask())
+        while not house.backends.view(0.0).providers[0].resting_until_s:
+            await asyncio.sleep(0.01)
+        house.order(Spillway.OPEN)
+        assert (await asking).backend == "local/a"
+
+    street.run(story, Pools(), stand_in.spec())
+
+
+def test_the_deadline_is_one_for_all_attempts(street: Street) -> None:
+    gone = ProviderSpec(
+        name="gone", base_url=f"http://127.0.0.1:{free_port()}/v1", models={JOB.model: "x"}, cooldown_s=0.2
+    )
+
+    async def story(house: House) -> None:
+        house.order(Spillway.OPEN)
+        began = asyncio.get_running_loop().time()
+        with pytest.raises(ApiError) as failed:
+            await house.ask()
+        assert 1.4 < asyncio.get_running_loop().time() - began < 3.0
+        assert failed.value.status == 502
+        assert "not reached" in failed.value.message
+
+    assert street.run(story, Pools(replicas=0), gone).totals()["attempts"] > 1
+
+
+def test_a_client_that_leaves_gives_its_place_back(street: Street) -> None:
+    async def story(house: House) -> None:
+        asks = [asyncio.create_task(house.ask(name)) for name in ("at work", "at work too", "in the line")]
+        while house.pools.ongoing < 2:
+            await asyncio.sleep(0.01)
+        assert house.flow.dispatcher.waiting == 1
+        asks[2].cancel()
+        await asyncio.gather(asks[2], return_exceptions=True)
+        assert house.flow.dispatcher.waiting == 0
+        for ask in asks:
+            ask.cancel()
+        await asyncio.gather(*asks, return_exceptions=True)
+
+    totals = street.run(story, Pools(takes_s=30)).totals()
+    assert (totals["cancelled"], totals["open"], totals["attempts"]) == (3, 0, 2)
+
+
+def test_canary_says_of_each_provider_whether_it_answers(street: Street, stand_in: StandIn) -> None:
+    gone = ProviderSpec(name="gone", base_url=f"http://127.0.0.1:{free_port()}/v1", models={JOB.model: "x"})
+    other = stand_in.spec(name="other", models={"another model": "stand-in-image"})
+    broken = stand_in.spec(name="broken", base_url="http://[not an address/v1")
+
+    async def story(house: House) -> None:
+        results = {result.provider: result for result in await house.flow.canary("claim-1", JOB)}
+        assert {name: result.ok for name, result in results.items()} == {
+            "stand-in": True,
+            "gone": False,
+            "other": False,
+            "broken": False,
+        }
+        assert "not reached" in results[ProviderName("gone")].detail
+        states = {seen.name: seen.state for seen in house.backends.providers_seen(SystemClock().now_s())}
+        assert (states[ProviderName("gone")], states[ProviderName("stand-in")]) == ("suspect", "closed")
+
+    street.run(story, Pools(), stand_in.spec(), gone, other, broken)
+
+
+def test_late_orders_are_ignored(street: Street) -> None:
+    async def story(house: House) -> None:
+        house.order(Spillway.CLOSED)
+        house.order(Spillway.OPEN)
+        late = Orders(generation=Generation(1), spillway=Spillway.CLOSED, allowances={})
+        assert not house.backends.follow(late)
+        assert house.backends.orders.spillway is Spillway.OPEN
+
+    street.run(story, Pools())
+
+
+def test_a_client_that_leaves_in_the_moment_of_its_placing_holds_no_slot(street: Street) -> None:
+    async def story(house: House) -> None:
+        line = house.flow.dispatcher
+        now_s = SystemClock().now_s()
+        route = RouteRequest(
+            model="m", size=JOB.size, accepted_at_s=now_s, patience_until_s=now_s + 9, deadline_s=now_s + 9
+        )
+        first, second = await line.place(route), await line.place(route)
+        assert isinstance(first, ToLocal)
+        assert isinstance(second, ToLocal)
+        leaving = asyncio.create_task(line.place(route))
+        while not line.waiting:
+            await asyncio.sleep(0)
+        line.done(first)  # places the one that waits ...
+        assert line.waiting == 0
+        leaving.cancel()  # ... and its client is gone before it could know
+        await asyncio.gather(leaving, return_exceptions=True)
+        line.done(second)
+
+    street.run(story, Pools())
+
+
+def test_a_request_that_comes_back_keeps_its_place_in_the_line(street: Street) -> None:
+    async def story(house: House) -> None:
+        house.pools.script.append(PoolLostError("died"))
+        await asyncio.gather(*(house.ask(str(number)) for number in range(6)))
+        assert house.pools.made.index(RequestId("0")) < 3
+
+    street.run(story, Pools(takes_s=0.05))

@@ -1,0 +1,103 @@
+"""What became of every request: written off the loop, read back over all gateways."""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from tidegate.ids import GatewayId, RequestId
+from tidegate.serve.ledger import Attempt, AttemptOutcome, EndedTwiceError, Ledger, Outcome, read_rows, read_totals
+from waiting import wait_until
+
+
+def attempt(request: str, number: int, backend: str, outcome: AttemptOutcome, **cost: float) -> Attempt:
+    return Attempt(
+        request=RequestId(request),
+        attempt=number,
+        backend=backend,
+        started_at_s=1.0,
+        ended_at_s=2.0,
+        outcome=outcome,
+        price_usd=cost.get("price_usd", 0.0),
+        compute_s=cost.get("compute_s", 0.0),
+    )
+
+
+def test_totals_over_two_gateways(tmp_path: Path) -> None:
+    one, two = Ledger(tmp_path, GatewayId("one")), Ledger(tmp_path, GatewayId("two"))
+    for number, name in enumerate(["a", "b", "c", "d"]):
+        one.accept(RequestId(name), float(number))
+    one.attempt(attempt("a", 1, "local/pool", AttemptOutcome.ANSWERED, compute_s=0.25))
+    one.end(RequestId("a"), 5.0, Outcome.ANSWERED, backend="local/pool", images=2)
+    one.attempt(attempt("b", 1, "local/pool", AttemptOutcome.LOST))
+    one.attempt(attempt("b", 2, "provider/p", AttemptOutcome.ANSWERED, price_usd=0.04))
+    one.end(RequestId("b"), 6.0, Outcome.ANSWERED, backend="provider/p", images=1)
+    one.end(RequestId("c"), 6.0, Outcome.REFUSED, reason="'n': must be 1 to 10, got 11")
+    two.accept(RequestId("e"), 0.5)
+    two.end(RequestId("e"), 1.0, Outcome.CANCELLED)
+    two.accept(RequestId("f"), 0.6)
+    two.end(RequestId("f"), 1.0, Outcome.FAILED, reason="nothing answered")
+    one.close()
+    two.close()
+
+    totals = read_totals(tmp_path)
+    assert totals == {
+        "sent": 6,
+        "local": 1,
+        "spilled": 1,
+        "refused": 1,
+        "cancelled": 1,
+        "failed": 1,
+        "open": 1,
+        "images": 3,
+        "attempts": 3,
+        "price_usd": 0.04,
+        "compute_s": 0.25,
+    }
+    rows = {row.request_id: row for row in read_rows(tmp_path)}
+    assert (rows["b"].outcome, rows["b"].backend, rows["b"].attempts) == ("answered", "provider/p", 2)
+    assert (rows["c"].outcome, rows["c"].reason) == ("refused", "'n': must be 1 to 10, got 11")
+    assert (rows["d"].outcome, rows["d"].ended_at_s) == (None, None)
+    assert (rows["e"].gateway, rows["a"].gateway) == ("two", "one")
+
+
+def test_a_request_ends_once(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path, GatewayId("one"))
+    ledger.accept(RequestId("a"), 0.0)
+    ledger.end(RequestId("a"), 1.0, Outcome.ANSWERED, backend="local/pool")
+    with pytest.raises(EndedTwiceError):
+        ledger.end(RequestId("a"), 2.0, Outcome.FAILED)
+    with pytest.raises(EndedTwiceError):
+        ledger.end(RequestId("never accepted"), 2.0, Outcome.FAILED)
+    ledger.close()
+    (row,) = read_rows(tmp_path)
+    assert (row.outcome, row.ended_at_s) == ("answered", 1.0)
+
+
+def test_rows_reach_the_disk_by_themselves(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path, GatewayId("one"))
+    ledger.accept(RequestId("a"), 0.0)
+    wait_until(lambda: read_totals(tmp_path)["sent"] == 1, 5, "the row without a close")
+    ledger.close()
+
+
+def test_a_locked_file_loses_no_row(tmp_path: Path) -> None:
+    """What can't be written now is kept and written later, in order."""
+    ledger = Ledger(tmp_path, GatewayId("one"), lock_timeout_s=0.05)
+    with closing(sqlite3.connect(tmp_path / "one.sqlite")) as other:
+        other.execute("BEGIN IMMEDIATE")
+        ledger.accept(RequestId("a"), 0.0)
+        wait_until(lambda: ledger.write_failures > 0, 5, "a write to fail")
+        ledger.end(RequestId("a"), 1.0, Outcome.CANCELLED)
+        other.rollback()
+    ledger.close()
+    (row,) = read_rows(tmp_path)
+    assert row.outcome == "cancelled"
+
+
+def test_an_empty_folder_has_empty_totals(tmp_path: Path) -> None:
+    assert set(read_totals(tmp_path).values()) == {0}
+    assert list(read_rows(tmp_path)) == []

@@ -1,0 +1,207 @@
+"""Whole runs of a tiny network: stopped, killed, resumed, with other numbers of ranks."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import group, lines, losses, train
+from torch import Tensor
+
+from captioned import captioned_images, tiny_run
+from tidegate.checkpoint.disk import Saver
+from tidegate.checkpoint.restore import newest_good, newest_good_for_all
+from tidegate.checkpoint.shards import Part
+from tidegate.data.loader import Batch, Dataset
+from tidegate.data.prepare import prepare
+from tidegate.errors import CheckpointError
+from tidegate.train.export import export_id, load_export
+from tidegate.train.loop import Run, run
+from tidegate.train.parallel import joined
+from tidegate.train.progress import NullProgress, Phase
+from tidegate.train.records import Records
+
+CONFIG = tiny_run()
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("set")
+    prepare(captioned_images(root / "images", 25), root / "data", seed=0, rows_per_shard=10)
+    return root / "data"
+
+
+@pytest.fixture(scope="module")
+def unbroken(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two ranks that nothing happened to."""
+    run_dir = tmp_path_factory.mktemp("unbroken")
+    assert group(2, train, CONFIG, data, run_dir, 0, {}) == [0, 0]
+    return run_dir
+
+
+def test_an_unbroken_run_learns_and_records(unbroken: Path) -> None:
+    seen = lines(unbroken, "metrics.jsonl")
+    assert [line["step"] for line in seen] == list(range(1, 13))
+    assert set(seen[0]) == {"at_s", "step", "loss", "world_size", "generation", "step_s", "grad_norm"}
+    assert seen[-1]["loss"] < seen[0]["loss"]
+    commits = lines(unbroken, "checkpoints.jsonl")
+    assert [line["step"] for line in commits] == [3, 6, 9, 12]
+    assert set(commits[0]) == {"at_s", "step", "generation", "stall_s", "commit_s", "bytes", "world_size"}
+    kept = sorted(path.name for path in (unbroken / "checkpoints").iterdir())
+    assert kept == ["step-00000009.g0", "step-00000012.g0"]
+    load_export(unbroken / "export")
+
+
+def test_killed_and_resumed_is_bit_identical(unbroken: Path, data: Path, tmp_path: Path) -> None:
+    """C087: a rank dies after the commit of step 6, and that checkpoint turns out rotten: generation 1 goes on from
+    step 3 with the same losses and ends with the same weights, bit for bit."""
+    codes = group(2, train, CONFIG, data, tmp_path, 0, {0: {"dies_at_commit": 6}})
+    assert codes[0] == 9
+    assert codes[1] != 0
+    newest = newest_good(tmp_path / "checkpoints").checkpoint
+    assert newest is not None
+    assert newest.manifest.step == 6
+    shard = newest.folder / newest.manifest.files[1].name
+    damaged = bytearray(shard.read_bytes())
+    damaged[-1] ^= 1
+    shard.write_bytes(damaged)
+
+    assert group(2, train, CONFIG, data, tmp_path, 1, {}) == [0, 0]
+    events = {line["kind"]: line for line in lines(tmp_path, "events.jsonl")}
+    assert events["checkpoint_skipped"]["checkpoint"] == "step-00000006.g0"
+    assert events["restored"]["step"] == 3
+    assert [line["step"] for line in lines(tmp_path, "metrics.jsonl") if line["generation"] == 1] == list(range(4, 13))
+    assert losses(tmp_path) == losses(unbroken)
+    assert export_id(tmp_path / "export") == export_id(unbroken / "export")
+
+
+def test_three_ranks_stop_together_and_other_numbers_go_on(unbroken: Path, data: Path, tmp_path: Path) -> None:
+    """C041: only rank 2 of 3 is told to stop; all save step 4 and leave. C071: two ranks go on and are stopped, then
+    three finish. Every step's loss is the unbroken run's but for rounding, so every step had the same samples."""
+    assert group(3, train, CONFIG, data, tmp_path, 0, {2: {"stops_at": 4}}) == [0, 0, 0]
+    assert max(losses(tmp_path)) == 4
+    assert not (tmp_path / "export").exists()
+    assert group(2, train, CONFIG, data, tmp_path, 1, {0: {"stops_at": 8}}) == [0, 0]
+    assert group(3, train, CONFIG, data, tmp_path, 2, {}) == [0, 0, 0]
+    done = [(line["world_size"], line["step"]) for line in lines(tmp_path, "metrics.jsonl")]
+    sizes = [3] * 4 + [2] * 4 + [3] * 4
+    assert done == list(zip(sizes, range(1, 13), strict=True))
+    assert losses(tmp_path) == pytest.approx(losses(unbroken), rel=1e-4)
+    ours, theirs = (load_export(folder / "export")[0].state_dict() for folder in (tmp_path, unbroken))
+    assert all(torch.allclose(ours[name], theirs[name], atol=1e-3) for name in theirs)
+
+
+def test_from_the_last_step_straight_to_the_export(unbroken: Path, data: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(unbroken, run_dir)
+    shutil.rmtree(run_dir / "export")
+    assert group(2, train, CONFIG, data, run_dir, 1, {}) == [0, 0]
+    assert len(lines(run_dir, "metrics.jsonl")) == 12
+    assert export_id(run_dir / "export") == export_id(unbroken / "export")
+
+
+class Poisoned(Run):
+    """Rank 1's loss of step 5 is not a number."""
+
+    def _loss(self, batch: Batch) -> Tensor:
+        loss = super()._loss(batch)
+        return loss * torch.nan if (self.world.rank, batch.step) == (1, 4) else loss
+
+
+def poisoned(rank: int, data: Path, run_dir: Path) -> None:
+    with joined(30) as world:
+        records = Records(run_dir, writes=rank == 0, world_size=2, generation=0, log_every_steps=100)
+        images = Dataset(data, width=4, height=4, channels=1)
+        with records:
+            Poisoned(CONFIG, images, run_dir, NullProgress(), world, 0, records).go()
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_is_skipped_by_all(unbroken: Path, data: Path, tmp_path: Path) -> None:
+    """C082: the event names the rank, no weight changes in that step, and the run goes on."""
+    assert group(2, poisoned, data, tmp_path) == [0, 0]
+    [skipped] = [line for line in lines(tmp_path, "events.jsonl") if line["kind"] == "step_skipped"]
+    assert (skipped["step"], skipped["bad_ranks"]) == (5, [1])
+    found = losses(tmp_path)
+    assert found[5] is None
+    assert {step: found[step] for step in range(1, 5)} == {step: losses(unbroken)[step] for step in range(1, 5)}
+    assert found[6] != losses(unbroken)[6]
+    assert all(found[step] is not None for step in range(6, 13))
+    newest = newest_good(tmp_path / "checkpoints").checkpoint
+    assert newest is not None
+    assert (newest.manifest.step, newest.manifest.updates) == (12, 11)
+
+
+def disagreeing(rank: int, good: Path, empty: Path, blocked: Path) -> None:
+    """Rank 1 sees no checkpoint and has no place to save to."""
+    with joined(30) as world:
+        found = newest_good_for_all(empty if rank else good, world.saving)
+        assert found.checkpoint is not None
+        assert found.checkpoint.manifest.step == 12
+        part = Part("model.a", torch.ones(2), (4,), (2 * rank,))
+        saver = Saver(blocked if rank else empty, [part], group=world.saving, generation=5, keep=1)
+        saver.start(found.checkpoint.manifest.model_copy(update={"step": 20, "files": ()}))
+        outcome = saver.finish()
+        saver.close()
+        assert outcome is not None
+        assert outcome.error is not None
+        assert outcome.error.startswith("rank 1: ")
+
+
+def test_rank_0_decides_and_one_failed_shard_is_no_checkpoint(unbroken: Path, tmp_path: Path) -> None:
+    """C056: ranks that see different files restore the same checkpoint. C055: a shard that one rank could not write is
+    told by all with that rank's name, and nothing is committed."""
+    blocked = tmp_path / "a file"
+    blocked.write_text("")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert group(2, disagreeing, unbroken / "checkpoints", empty, blocked) == [0, 0]
+    assert newest_good(empty).checkpoint is None
+    assert not list(empty.rglob("manifest.json"))
+
+
+# A world of one, in this process
+
+
+class Seen(NullProgress):
+    def __init__(self) -> None:
+        self.phases: list[Phase] = []
+        self.commits: list[int] = []
+
+    def phase(self, phase: Phase) -> None:
+        self.phases.append(phase)
+
+    def committed(self, step: int) -> None:
+        self.commits.append(step)
+
+
+def test_saves_that_fail_cost_nothing_but_themselves(unbroken: Path, data: Path, tmp_path: Path) -> None:
+    """C058, C060: no save can work, training goes to its end and exports, and then says that the last save failed."""
+    (tmp_path / "checkpoints").write_text("in the way")
+    seen = Seen()
+    with pytest.raises(CheckpointError, match=r"the last save, of step 12, failed: rank 0: "):
+        run(CONFIG, data, tmp_path, seen)
+    assert [line["step"] for line in lines(tmp_path, "events.jsonl") if line["kind"] == "save_failed"] == [3, 6, 9, 12]
+    assert seen.commits == []
+    assert losses(tmp_path) == pytest.approx(losses(unbroken), rel=1e-4)
+    load_export(tmp_path / "export")
+
+
+def test_what_the_watcher_is_told(data: Path, tmp_path: Path) -> None:
+    seen = Seen()
+    run(CONFIG, data, tmp_path, seen)
+    assert seen.commits == [3, 6, 9, 12]
+    changes = [phase for phase, before in zip(seen.phases, [None, *seen.phases], strict=False) if phase != before]
+    stepping = [Phase.STEPPING, Phase.SAVING] * 4
+    assert changes[:2] == [Phase.RENDEZVOUS, Phase.RESTORING]
+    assert changes[2:10] == stepping
+    assert changes[-2:] == [Phase.EXPORTING, Phase.DONE]
+
+
+def test_other_data_than_before_is_said(data: Path, tmp_path: Path) -> None:
+    run(tiny_run(steps=5), data, tmp_path / "run", NullProgress())
+    prepare(captioned_images(tmp_path / "images", 9), tmp_path / "other", seed=0, rows_per_shard=10)
+    run(tiny_run(steps=6), tmp_path / "other", tmp_path / "run", NullProgress(), generation=1)
+    [event] = [line for line in lines(tmp_path / "run", "events.jsonl") if line["kind"] == "resumed_differently"]
+    assert event["reason"].startswith("dataset was ")
