@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import MutableSequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,10 +32,26 @@ class RankJob:
     slot: Slot
 
 
+def end_with_agent() -> None:
+    """Have this process killed when its forkserver or its agent ends: an orphan would hold its GPU.
+
+    The forkserver's end alone is not enough. It lives on after the agent while any rank lives, since each rank inherits
+    the pipe by which it sees the agent's end.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    agent = multiprocessing.parent_process()
+    assert agent is not None
+
+    def watch() -> None:
+        agent.join()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    0 and threading.Thread(target=watch, name="end-with-agent", daemon=True).start()
+
+
 def rank_main(job: RankJob, cells: MutableSequence[float]) -> None:
     """Set up the environment that torchrun would give, then run the loop."""
-    # Ranks end with their forkserver, which ends with the agent: an orphan would hold its GPU.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_agent()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     local_world = sum(1 for slot in job.plan.slots if slot.node == job.slot.node)
     os.environ.update(

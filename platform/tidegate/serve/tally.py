@@ -20,7 +20,6 @@ class Tally:
             "tidegate_request_seconds", "From accepting a request to its end, in seconds.", _SECONDS, tags
         )
         self._waiting = Gauge("tidegate_requests_waiting", "Requests accepted and not yet sent anywhere.")
-        self._waiting_told: int | None = None
 
     def count(self, outcome: Outcome, backend: str | None, took_s: float) -> None:
         """`backend` is `local/<pool>`, `provider/<name>` or None; only its kind becomes a label, so series stay few."""
@@ -34,6 +33,4 @@ class Tally:
         self._seconds.observe(max(took_s, 1e-6), tags)
 
     def waiting(self, waiting: int) -> None:
-        if waiting != self._waiting_told:
-            self._waiting.set(waiting)
-            self._waiting_told = waiting
+        self._waiting.set(waiting)

@@ -1,0 +1,80 @@
+"""Run benchmarks: those named, or all of them and then a table.
+
+python benchmarks/run.py fault_to_step
+python benchmarks/run.py --rounds 1        # a smoke test of each
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).parents[1]
+# As a script, this file's own folder is on the path, and the benchmarks import each other from the root.
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.contract import Result  # noqa: E402
+
+NAMES = ("fault_to_step",)
+
+
+def run(name: str, options: Sequence[str]) -> Result:
+    """Run one benchmark, its output as it comes; its result is the last line.
+
+    Raises:
+        subprocess.CalledProcessError: it failed.
+        pydantic.ValidationError: its last line is not what the contract says.
+    """
+    command = [sys.executable, "-m", f"benchmarks.{name}", *options]
+    last = ""
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            last = line
+    if process.returncode != 0:
+        raise subprocess.CalledProcessError(process.returncode, command)
+    return Result.model_validate_json(last)
+
+
+def table(results: Sequence[Result]) -> Table:
+    shown = Table("benchmark", "metric", "ours", "peer", "limit", "ratio (range)", "goal", "holds")
+    for result in results:
+        for name, metric in result.metrics.items():
+            ratio = (
+                "" if metric.ratio is None else f"{metric.ratio:.2f} ({metric.ratio_min:.2f}-{metric.ratio_max:.2f})"
+            )
+            figures = [_number(metric.ours), _number(metric.peer), _number(metric.limit), ratio]
+            shown.add_row(result.name, name, *figures, metric.goal, "yes" if metric.holds else "no")
+    return shown
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)} (default: all)")
+    parser.add_argument("--rounds", type=int, help="handed on to each")
+    arguments = parser.parse_args()
+    unknown = sorted(set(arguments.names) - set(NAMES))
+    if unknown:
+        parser.error(f"no benchmark {', '.join(unknown)}; known: {', '.join(NAMES)}")
+    options = [] if arguments.rounds is None else ["--rounds", str(arguments.rounds)]
+    try:
+        results = [run(name, options) for name in arguments.names or NAMES]
+    except subprocess.CalledProcessError as error:
+        sys.exit(f"error: {error}")
+    if not arguments.names:
+        Console().print(table(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,208 @@
+"""The arbiter's hands and a gang's life on a real Ray cluster: two nodes of two logical GPUs, no Serve.
+
+The private hooks of Ray 2.60 that `arbiter/on_ray.py` and `gang/trainer.py` lean on are examined here: an upgrade that
+moves them breaks these tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+
+from captioned import captioned_images, tiny_run
+from tidegate.arbiter.actor import start_arbiter
+from tidegate.arbiter.book import Book, ClaimState, CreateGroup, File, RemoveGroup, apply
+from tidegate.arbiter.client import NAMESPACE, ArbiterClient
+from tidegate.arbiter.journal import read_lines
+from tidegate.arbiter.messages import ClaimSpec
+from tidegate.arbiter.on_ray import RayFleet
+from tidegate.arbiter.view import GroupState
+from tidegate.data.prepare import prepare
+from tidegate.errors import ClaimNeverFitsError
+from tidegate.gang.coordinator import JOURNAL, RunOrder, RunStatus, start_coordinator
+from tidegate.ids import ClaimId
+from tidegate.spec.policy import ArbiterSpec, Policy, ServingSpec
+from tidegate.testing.local_cluster import LocalCluster, Ports, free_port, marked_processes
+from waiting import wait_until
+
+pytestmark = pytest.mark.cluster
+
+
+def claim_spec(name: str, gpus: int, at_least: int) -> ClaimSpec:
+    return ClaimSpec(name=name, claim_class="pretrain", max_gpus=gpus, min_gpus=at_least, owner="test")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[LocalCluster]:
+    ports = Ports(gcs=free_port(), dashboard=free_port())
+    local = LocalCluster(ports=ports, gpus_per_node=(2, 2), environment={"OMP_NUM_THREADS": "1"})
+    with local:
+        ray.init(address=local.address, namespace=NAMESPACE, log_to_driver=False)
+        yield local
+        ray.shutdown()
+    assert list(marked_processes(local.marker)) == []
+
+
+def test_the_fleet_as_ray_shows_it(cluster: LocalCluster) -> None:
+    fleet = RayFleet(app="images")
+    seen = fleet.look(Book())
+    assert sorted((n.name, n.gpu_slots, n.free_gpu_slots) for n in seen.nodes.values()) == [
+        ("node-a", 2, 2.0),
+        ("node-b", 2, 2.0),
+    ]
+    assert seen.pools == {}
+    claim = ClaimId("held")
+    book = apply(Book(), File(claim=claim, spec=claim_spec("held", 4, 4), at_s=0.0))
+    create = CreateGroup(claim=claim, nodes=tuple(seen.nodes), gpus_per_node=2)
+    fleet.apply(create, book)
+    fleet.apply(create, book)  # told twice, there is still one
+    wait_until(lambda: fleet.look(book).groups.get(claim) is GroupState.READY, 20, "the group is ready")
+    assert [n.free_gpu_slots for n in fleet.look(book).nodes.values()] == [0.0, 0.0]
+    assert fleet.look(book).gangs_gone == {claim: "its coordinator is gone"}
+    fleet.apply(RemoveGroup(claim=claim), book)
+    fleet.apply(RemoveGroup(claim=claim), book)
+    wait_until(lambda: claim not in fleet.look(book).groups, 20, "the group is gone")
+    wait_until(lambda: [n.free_gpu_slots for n in fleet.look(book).nodes.values()] == [2.0, 2.0], 20, "GPUs are free")
+
+
+class Run:
+    """A gang that trains a tiny network for as long as the test likes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        prepare(captioned_images(folder / "images", 20), folder / "shards", seed=0, rows_per_shard=10)
+        policy = Policy(arbiter=ArbiterSpec(state_dir=str(folder / "state")), serving=ServingSpec(protect=False))
+        ray.get(start_arbiter(policy).policy.remote())
+        self.arbiter = ArbiterClient(timeout_s=20.0)
+        config = tiny_run(name="long", steps=1_000_000, checkpoint={"every_steps": 20, "keep": 2})
+        order = RunOrder(
+            claim=claim_spec("long", 4, 2),
+            config=config,
+            data_dir=str(folder / "shards"),
+            run_dir=str(folder / "run"),
+        )
+        self.coordinator: Any = start_coordinator(order)
+        ray.get(self.coordinator.start.remote())
+
+    def status(self) -> RunStatus:
+        status: RunStatus = ray.get(self.coordinator.status.remote())
+        return status
+
+    def look(self) -> dict[str, Any]:
+        return asyncio.run(self.arbiter.status())
+
+    def gang(self) -> dict[str, Any]:
+        gangs: list[dict[str, Any]] = self.look()["gangs"]
+        return gangs[-1] if gangs else {}
+
+    def notes(self, kind: str) -> list[dict[str, Any]]:
+        return [line for line in read_lines(self.folder / "run" / JOURNAL) if line["kind"] == kind]
+
+    def wait_for_generation(self, at_least: int, ranks: int) -> None:
+        def running() -> bool:
+            status = self.status()
+            assert status.state != "failed", status.reason
+            return status.state == "running" and status.generation >= at_least and status.world_size == ranks
+
+        wait_until(running, 120, f"generation {at_least} or later runs with {ranks} ranks")
+
+    def wait_for_commit(self) -> None:
+        """A generation that ends before it commits counts towards the guard against endless restarts."""
+        before = len(list(read_lines(self.folder / "run" / "checkpoints.jsonl")))
+        wait_until(
+            lambda: len(list(read_lines(self.folder / "run" / "checkpoints.jsonl"))) > before, 60, "a checkpoint"
+        )
+
+    def pids(self) -> list[int]:
+        wait_until(lambda: len([p for p in self.gang().get("pids", ()) if p]) > 0, 20, "ranks are reported")
+        return [pid for pid in self.gang()["pids"] if pid]
+
+
+@pytest.fixture(scope="module")
+def run(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    run = Run(tmp_path_factory.mktemp("gang"))
+    run.wait_for_generation(1, ranks=4)
+    return run
+
+
+def test_a_claim_that_never_fits_is_refused_through_the_client(run: Run) -> None:
+    with pytest.raises(ClaimNeverFitsError, match="there is 4 GPUs on 2 live nodes"):
+        asyncio.run(run.arbiter.claim(claim_spec("huge", 64, 64)))
+
+
+def test_a_killed_rank_comes_back_without_ray_train_noticing(run: Run) -> None:
+    run.wait_for_commit()
+    gpus = run.gang()["gpus"]
+    os.kill(run.pids()[1], signal.SIGKILL)
+    run.wait_for_generation(2, ranks=4)
+    assert run.gang()["gpus"] == gpus
+    assert "was killed by signal 9" in run.notes("planned")[-1]["reason"]
+    first = run.notes("first_step")[-1]["data"]
+    assert first["step"] > 1, "it started from nothing instead of its checkpoint"
+    assert first["steps_lost"] <= 20
+    assert run.notes("group_restarted") == []
+
+
+def test_an_evicted_gpu_leaves_without_ray_train_noticing(run: Run) -> None:
+    run.wait_for_commit()
+    out = run.gang()["gpus"][3]
+    node = next(n["node"] for n in run.look()["nodes"] if out in [gpu["gpu"] for gpu in n["gpus"]])
+    ray.get(run.coordinator.evict.remote(node, out, "79 °C", 0.0))
+    run.wait_for_generation(3, ranks=3)
+    assert out not in run.gang()["gpus"]
+    assert run.notes("group_restarted") == []
+
+
+def test_a_killed_train_worker_restarts_the_group_on_the_same_nodes(run: Run) -> None:
+    run.wait_for_commit()
+    rank = psutil.Process(run.pids()[0])
+    forkserver = rank.parent()
+    assert forkserver is not None
+    worker = forkserver.parent()
+    assert worker is not None
+    assert "ray" in worker.name()
+    worker.kill()
+    wait_until(lambda: not rank.is_running() or rank.status() == "zombie", 10, "the rank dies with its node's worker")
+    # The other node's rank may lose its peer before Ray Train ends it: that makes one more generation.
+    wait_until(lambda: run.notes("group_restarted"), 60, "Ray Train restarts its group")
+    restarted = run.notes("group_restarted")[-1]["at_s"]
+    wait_until(lambda: run.notes("first_step")[-1]["at_s"] > restarted, 120, "the gang makes a step again")
+    run.wait_for_generation(4, ranks=3)
+    assert len(run.notes("group_restarted")) == 1
+    assert run.notes("first_step")[-1]["data"]["steps_lost"] <= 20
+
+
+def test_the_arbiter_comes_back_and_nothing_has_moved(run: Run) -> None:
+    before, generation = run.look()["claims"], run.status().generation
+    arbiter = ray.get_actor("arbiter", namespace=NAMESPACE)
+    ray.kill(arbiter, no_restart=False)
+
+    def back() -> bool:
+        try:
+            return bool(run.look()["claims"]) and run.gang().get("step", -1) > 0
+        except Exception:
+            return False
+
+    wait_until(back, 30, "the arbiter answers again")
+    assert run.look()["claims"] == before
+    assert run.status().generation == generation
+
+
+def test_a_stop_saves_then_leaves_and_the_gpus_come_back(run: Run) -> None:
+    ray.get(run.coordinator.stop.remote("the job was stopped"))
+    wait_until(lambda: run.status().over, 60, "the run is over")
+    assert (run.status().state, run.status().reason) == ("finished", "the job was stopped")
+    steps = [line["step"] for line in read_lines(run.folder / "run" / "metrics.jsonl")]
+    commits = [line["step"] for line in read_lines(run.folder / "run" / "checkpoints.jsonl")]
+    assert commits[-1] == steps[-1], "the last step was not saved"
+    wait_until(lambda: run.look()["claims"][-1]["state"] == ClaimState.DONE, 30, "the claim is done")
+    fleet = RayFleet(app="images")
+    wait_until(lambda: [n.free_gpu_slots for n in fleet.look(Book()).nodes.values()] == [2.0, 2.0], 30, "GPUs are free")
