@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -35,7 +36,11 @@ def test_no_rank_outlives_a_killed_agent(tmp_path: Path) -> None:
         pids = [int(pid) for pid in agent.stdout.readline().split()]
         agent.send_signal(signal.SIGKILL)
     assert len(pids) == 2
-    wait_until(lambda: not any(_runs(pid) for pid in pids), 30, "both ranks end")
+    try:
+        wait_until(lambda: not any(_runs(pid) for pid in pids), 30, "both ranks end")
+    finally:
+        for pid in filter(_runs, pids):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _runs(pid: int) -> bool:

@@ -90,6 +90,6 @@ def lines(run_dir: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def losses(run_dir: Path) -> dict[int, float]:
-    """Loss by step; where a step was done twice, the last."""
-    return {line["step"]: line["loss"] for line in lines(run_dir, "metrics.jsonl")}
+def losses(run_dir: Path, what: str = "loss") -> dict[int, float]:
+    """Loss, or another number, by step; where a step was done twice, the last."""
+    return {line["step"]: line[what] for line in lines(run_dir, "metrics.jsonl")}

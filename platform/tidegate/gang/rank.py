@@ -46,7 +46,7 @@ def end_with_agent() -> None:
         agent.join()
         os.kill(os.getpid(), signal.SIGKILL)
 
-    0 and threading.Thread(target=watch, name="end-with-agent", daemon=True).start()
+    threading.Thread(target=watch, name="end-with-agent", daemon=True).start()
 
 
 def rank_main(job: RankJob, cells: MutableSequence[float]) -> None:

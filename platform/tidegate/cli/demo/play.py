@@ -45,11 +45,8 @@ def play(output: Path, *, base_port: int, steps: int | None) -> int:
     try:
         with Screen(console) as screen:
             drama = _Drama(stage=stage, output=output, screen=screen)
-            try:
-                with set_up(stage, screen.say):
-                    drama.play_and_explain()
-            finally:
-                drama.close()
+            with set_up(stage, screen.say):
+                drama.play_and_explain()
             report = drama.report()
     except KeyboardInterrupt:
         console.print("interrupted: everything that was started is gone")
@@ -90,6 +87,9 @@ class _Drama:
             self.play()
         except WaitedTooLongError as error:
             raise WaitedTooLongError(f"{error}\nthe job's last lines:\n{self.stage.job_log()}") from None
+        finally:
+            # Before the cluster goes: what is asked after that could only fail.
+            self.close()
 
     def close(self) -> None:
         if self.client is not None:
