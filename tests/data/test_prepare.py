@@ -53,7 +53,7 @@ def test_shards_have_the_layout_of_datasets(tmp_path: Path) -> None:
 
 def test_bad_images_are_listed_and_cost_nobody_else(tmp_path: Path) -> None:
     images = captioned_images(tmp_path / "images", 6)
-    (images / "000.png").write_bytes((images / "000.png").read_bytes()[:-28])  # opens, and does not decode
+    (images / "000.png").write_bytes((images / "000.png").read_bytes()[:-24])  # opens, and does not decode
     (images / "001.png").unlink()
     (images / "002.png").write_bytes(b"")
     with (images / "metadata.jsonl").open("a") as file:

@@ -15,7 +15,7 @@ from tidegate.gang.beat import SharedProgress
 from tidegate.gang.states import Plan, Slot
 from tidegate.train.config import RunConfig
 
-PRELOAD = ("tidegate.gang.rank", "tidegate.train.loop")
+PRELOAD = ("tidegate.gang.rank", "tidegate.gang.warm")
 """What the forkserver imports once. It never touches CUDA, so forking from it is safe."""
 
 _PR_SET_PDEATHSIG = 1
