@@ -41,6 +41,7 @@ def run(config: RunConfig, data_dir: Path, run_dir: Path, progress: Progress, *,
         CheckpointError: the last save failed (the weights are exported all the same), or a checkpoint is of another
             network.
     """
+    progress.phase(Phase.STARTING)
     torch.set_num_threads(config.threads_per_rank)
     image = config.image
     data = Dataset(data_dir, width=image.width, height=image.height, channels=image.channels)

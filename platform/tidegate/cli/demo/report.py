@@ -71,8 +71,8 @@ def build_report(
         "training": {
             "steps": steps[-1]["step"],
             "world_sizes": _changes(row["world_size"] for row in steps),
-            "loss_first": round(statistics.fmean(row["loss"] for row in steps[:AVERAGED_STEPS]), 4),
-            "loss_last": round(statistics.fmean(row["loss"] for row in steps[-AVERAGED_STEPS:]), 4),
+            "loss_first": _mean_loss(steps[:AVERAGED_STEPS]),
+            "loss_last": _mean_loss(steps[-AVERAGED_STEPS:]),
             "step_p50_s": round(statistics.median(row["step_s"] for row in steps), 4),
             "digit_accuracy_before": judged["before"],
             "digit_accuracy_after": judged["after"],
@@ -138,6 +138,11 @@ def _after(firsts: list[dict[str, Any]], fault: dict[str, Any]) -> dict[str, Any
     if found is None:
         raise IncompleteError(f"no step after the {fault['kind']} of {fault['at_s']:.0f}")
     return found
+
+
+def _mean_loss(steps: list[dict[str, Any]]) -> float:
+    """Of the steps that were not skipped (a skipped one has no loss)."""
+    return round(statistics.fmean(row["loss"] for row in steps if row["loss"] is not None), 4)
 
 
 def _changes(values: Iterable[int]) -> list[int]:
