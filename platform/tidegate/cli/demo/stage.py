@@ -98,7 +98,7 @@ class Stage:
         self.config.write_text(yaml.safe_dump(config), encoding="utf-8")
         policy = yaml.safe_load((self.root / "policy.yaml").read_text(encoding="utf-8"))
         policy["arbiter"]["state_dir"] = str(self.state_dir)
-        policy["health"]["nvml_library"] = str(library)
+        policy["health"] |= {"nvml_library": str(library), "state_dir": str(self.state_dir / "health")}
         policy["providers"] = [
             {
                 "name": PROVIDER,
@@ -139,6 +139,9 @@ class Stage:
         self.cluster = LocalCluster(
             ports=Ports(gcs=self.base_port, dashboard=self.base_port + 1),
             gpus_per_node=(GPUS_PER_NODE,) * len(NODES),
+            # Ray keeps an idle worker for each CPU, and nothing here asks for one but `serve deploy`.
+            head_cpus=2,
+            node_cpus=1,
             environment={"PYTHONPATH": str(self.root), "OMP_NUM_THREADS": "1"},
             node_environment=[
                 {fake_nvml.STATE_VARIABLE: str(self.folder / "nvml" / f"{node}.state")} for node in NODES
