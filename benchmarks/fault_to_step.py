@@ -4,8 +4,8 @@ Four ranks on two nodes of two logical GPUs; same network, data, checkpoints and
 contender starts a run, loses one rank after its first checkpoint, and is stopped after its first step:
 
 * ours: the submitted job, with arbiter and health agents running;
-* Ray Train at its defaults, and at its best documented setting: polling every 0.5 s, and on a cluster of its own that
-  preloads torch and the loop in its workers (`RAY_preload_python_modules`);
+* Ray Train at its defaults; polling its workers every 0.5 s; and so on a cluster of its own that preloads torch and the
+  loop in its workers (`RAY_preload_python_modules`). The headline is against whichever has the best median;
 * the floor: the same ranks forked from a warm forkserver, without a cluster: fork, rendezvous, restore, one step.
 """
 
@@ -34,8 +34,9 @@ from tidegate.testing.local_cluster import LocalCluster, Ports
 
 NODES = ("node-a", "node-b")
 GPUS_PER_NODE = turns.RANKS // len(NODES)
+PEERS = ("default", "polled", "preloaded")
 PRELOADED = "ray.train.torch,tidegate.train.loop"
-TUNED = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5"}
+POLLED = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5"}
 FLOOR_GENERATION = 1000
 """Above any that a turn of ours reaches."""
 IMAGES = 1024
@@ -49,7 +50,8 @@ class Arena:
     inputs: turns.Inputs
     plain: Mapping[str, str]
     """Environment of processes that talk to the cluster where the arbiter runs."""
-    tuned: Mapping[str, str]
+    preloaded: Mapping[str, str]
+    """As `plain`, of the cluster whose workers import torch and the loop as they start."""
 
 
 # Each plays one turn in the round's folder and says how many seconds it took. The floor needs a checkpoint of ours.
@@ -57,7 +59,12 @@ CONTENDERS: Mapping[str, Callable[[Arena, Path, int], float]] = {
     "ours": lambda arena, here, victim: turns.ours(arena.inputs, here / "ours", victim, arena.plain),
     "floor": lambda arena, here, victim: turns.warm_fork(arena.inputs, here / "ours", FLOOR_GENERATION, arena.plain),
     "default": lambda arena, here, victim: turns.ray_train(arena.inputs, here / "default", victim, arena.plain),
-    "tuned": lambda arena, here, victim: turns.ray_train(arena.inputs, here / "tuned", victim, arena.tuned),
+    "polled": lambda arena, here, victim: turns.ray_train(
+        arena.inputs, here / "polled", victim, {**arena.plain, **POLLED}
+    ),
+    "preloaded": lambda arena, here, victim: turns.ray_train(
+        arena.inputs, here / "preloaded", victim, {**arena.preloaded, **POLLED}
+    ),
 }
 
 
@@ -116,9 +123,7 @@ def measure(folder: Path, base_port: int, rounds: int) -> dict[str, list[float]]
     ):
         start_control_plane(folder, plain.address)
         connect(plain.address)
-        arena = Arena(
-            inputs=inputs, plain=plain.client_environment(), tuned={**preloaded.client_environment(), **TUNED}
-        )
+        arena = Arena(inputs=inputs, plain=plain.client_environment(), preloaded=preloaded.client_environment())
         try:
             for number in range(rounds + 1):
                 # Each rank has its turn to die: rank 0 is the rendezvous' host, the others are not.
@@ -140,7 +145,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="tidegate-bench-") as folder:
         seconds = measure(Path(folder), arguments.base_port, arguments.rounds)
-    best = min(("default", "tuned"), key=lambda name: statistics.median(seconds[name]))
+    best = min(PEERS, key=lambda name: statistics.median(seconds[name]))
     mine = seconds["ours"]
     metrics = {
         "rank_kill": compared(mine, seconds[best], role="peer", ratio="theirs / ours", goal=">= 5"),

@@ -6,7 +6,9 @@ import ctypes
 import multiprocessing
 import os
 import signal
+import socket
 import threading
+import time
 from collections.abc import MutableSequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,9 @@ from tidegate.train.config import RunConfig
 
 PRELOAD = ("tidegate.gang.rank", "tidegate.gang.warm")
 """What the forkserver imports once. It never touches CUDA, so forking from it is safe."""
+
+STORE_DEADLINE_S = 10.0
+STORE_PERIOD_S = 0.01
 
 _PR_SET_PDEATHSIG = 1
 
@@ -49,6 +54,20 @@ def end_with_agent() -> None:
     threading.Thread(target=watch, name="end-with-agent", daemon=True).start()
 
 
+def await_store(address: str, port: int, deadline_s: float) -> None:
+    """Return once rank 0's store listens, or after `deadline_s`: torch then says what is wrong.
+
+    torch itself looks again only after 0.25 to 0.6 s, and nodes start their ranks some 0.1 s apart.
+    """
+    ends_s = time.monotonic() + deadline_s
+    while time.monotonic() < ends_s:
+        try:
+            socket.create_connection((address, port), timeout=1.0).close()
+            return
+        except OSError:
+            time.sleep(STORE_PERIOD_S)
+
+
 def rank_main(job: RankJob, cells: MutableSequence[float]) -> None:
     """Set up the environment that torchrun would give, then run the loop."""
     end_with_agent()
@@ -65,6 +84,8 @@ def rank_main(job: RankJob, cells: MutableSequence[float]) -> None:
         CUDA_VISIBLE_DEVICES=job.slot.gpu,
         CUDA_DEVICE_ORDER="PCI_BUS_ID",
     )
+    if job.slot.rank > 0:  # rank 0 makes it
+        await_store(job.plan.master_address, job.plan.master_port, STORE_DEADLINE_S)
     from tidegate.train.loop import run
 
     run(
