@@ -27,10 +27,6 @@ def owners(book: Book, view: View) -> dict[str, Owner]:
     for node in view.nodes.values():
         gpus = [gpu.uuid for gpu in gpus_of(view, node)]
         claim = book.holder_of(node.id)
-        if claim is None:
-            claim = next(
-                (c for c in book.claims.values() if c.state is ClaimState.RETURNING and node.id in c.nodes), None
-            )
         pool = view.pools.get(pool_name(node.id))
         running = pool.running if pool else 0
         if claim is not None and claim.grant is not None:
