@@ -8,6 +8,7 @@ import argparse
 from pathlib import Path
 
 from tidegate.checkpoint.restore import full_model_weights, newest_good
+from tidegate.errors import TidegateError
 from tidegate.spec.load import load_model
 from tidegate.train.config import RunConfig
 from tidegate.train.export import export_id, write_export
@@ -22,7 +23,10 @@ source.add_argument("--fresh", action="store_true", help="untrained weights from
 source.add_argument("--checkpoint", type=Path, metavar="RUN_DIR", help="the run's directory")
 args = parser.parse_args()
 
-config = load_model(args.config, RunConfig)
+try:
+    config = load_model(args.config, RunConfig)
+except TidegateError as error:
+    parser.exit(1, f"error: {error}\n")
 if args.fresh:
     step, weights = 0, seeded(config.model, config.seed).state_dict()
 else:
@@ -30,7 +34,7 @@ else:
     for line in found.skipped:
         print(f"skipped {line}")
     if found.checkpoint is None:
-        parser.exit(1, f"no good checkpoint in {args.checkpoint}\nhint: --fresh exports untrained weights\n")
+        parser.exit(1, f"error: no good checkpoint in {args.checkpoint}\nhint: --fresh exports untrained weights\n")
     step, weights = found.checkpoint.manifest.step, full_model_weights(found.checkpoint)
 write_export(args.out, config.model, weights, Recipe.of(config), run=config.name, step=step)
 print(f"{args.out}: {config.name} at step {step}, export {export_id(args.out)}")

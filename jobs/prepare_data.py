@@ -21,5 +21,5 @@ args = parser.parse_args()
 try:
     index = prepare(args.images, args.out, seed=args.seed, rows_per_shard=args.rows_per_shard)
 except DataError as error:
-    parser.exit(1, f"{error}\n")
+    parser.exit(1, f"error: {error}\n")
 print(f"{args.out}: {as_text(index)}")

@@ -94,6 +94,9 @@ class Stage:
             fake_nvml.NvmlState(self.folder / "nvml" / f"{node}.state", fake_nvml.gpus_of(node, GPUS_PER_NODE))
         config = yaml.safe_load((self.root / "jobs/configs/digits.yaml").read_text(encoding="utf-8"))
         if self.steps is not None:
+            # The same schedule in fewer steps.
+            for key in ("warmup_steps", "decay_steps"):
+                config["optimizer"][key] = config["optimizer"][key] * self.steps // config["steps"]
             config["steps"] = self.steps
         self.config.write_text(yaml.safe_dump(config), encoding="utf-8")
         policy = yaml.safe_load((self.root / "policy.yaml").read_text(encoding="utf-8"))
