@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -35,3 +36,12 @@ def test_no_test_sleeps() -> None:
     for path in (REPOSITORY / "tests").rglob("*.py"):
         if path.name not in ("waiting.py", Path(__file__).name):
             assert "time.sleep(" not in path.read_text(encoding="utf-8"), path
+
+
+def test_every_metric_is_on_its_page() -> None:
+    page = (REPOSITORY / "docs" / "metrics.md").read_text(encoding="utf-8")
+    found = set()
+    for path in (REPOSITORY / "platform").rglob("*.py"):
+        found |= set(re.findall(r'(?:Gauge|Counter|Histogram)\(\s*"(\w+)"', path.read_text(encoding="utf-8")))
+    assert len(found) >= 13
+    assert found == set(re.findall(r"^\| `(\w+)`", page, flags=re.MULTILINE))

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 import ray
@@ -194,6 +195,18 @@ def test_the_arbiter_comes_back_and_nothing_has_moved(run: Run) -> None:
     wait_until(back, 30, "the arbiter answers again")
     assert run.look()["claims"] == before
     assert run.status().generation == generation
+
+
+def test_ray_exports_our_metrics(run: Run) -> None:
+    def exported() -> set[str]:
+        names: set[str] = set()
+        for node in ray.nodes():
+            text = httpx.get(f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics").text
+            names |= {line.split("{")[0].split(" ")[0] for line in text.splitlines() if line.startswith("ray_tidegate")}
+        return names
+
+    wanted = {"ray_tidegate_gpus", "ray_tidegate_claims", "ray_tidegate_train_step", "ray_tidegate_train_ranks"}
+    wait_until(lambda: wanted <= exported(), 60, f"{sorted(wanted)} are exported")
 
 
 def test_a_stop_saves_then_leaves_and_the_gpus_come_back(run: Run) -> None:

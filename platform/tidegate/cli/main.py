@@ -127,7 +127,7 @@ def demo(
     base_port: Annotated[int, typer.Option(help="Ports from here on: GCS, dashboard, HTTP, provider.")] = 6390,
     steps: Annotated[int | None, typer.Option(help="Training steps, in place of the config's.")] = None,
 ) -> None:
-    """The whole job once, on this machine, without a GPU: serve, train, crash, heat, return. About eight minutes."""
+    """The whole job once, on this machine, without a GPU: serve, train, crash, heat, return. About six minutes."""
     from tidegate.cli.demo.play import play
 
     raise typer.Exit(play(output, base_port=base_port, steps=steps))
