@@ -40,6 +40,17 @@ class ClaimUndoneError(TidegateError):
         return f"claim {self.claim} was undone: {self.reason}"
 
 
+class UnknownSubjectError(TidegateError):
+    """A person named a claim, node or GPU that is not there, or not exactly one."""
+
+    def __init__(self, subject: str, known: tuple[str, ...]) -> None:
+        super().__init__(subject, known)
+        self.subject, self.known = subject, known
+
+    def __str__(self) -> str:
+        return f"no single thing is meant by {self.subject!r}\nhint: known here: {', '.join(self.known) or 'nothing'}"
+
+
 class PortInUseError(TidegateError):
     """A port that we need is taken."""
 

@@ -37,3 +37,8 @@ def pool_name(node: NodeId) -> PoolName:
 def coordinator_name(run: str) -> str:
     """The actor that leads the gang of a run."""
     return f"gang-{run}"
+
+
+def health_agent_name(node: NodeId) -> str:
+    """The actor that watches a node."""
+    return f"health-{node[:12]}"

@@ -58,6 +58,7 @@ class Story:
     provider_works: bool = True
     gateway_follows: bool = True
     hot: set[GpuId] = field(default_factory=set)
+    lost: set[GpuId] = field(default_factory=set)
     phases: dict[ClaimId, GangPhase] = field(default_factory=dict)
     crashes: int = 0
     loop: ArbiterLoop = field(init=False)
@@ -134,20 +135,25 @@ class Story:
             )
 
     def _health(self, node: NodeId, slots: int, now_s: float) -> HealthReport:
-        verdicts = tuple(
-            Verdict(
-                at_s=now_s,
-                node=node,
-                gpu=gpu(node, index),
-                rule="temperature",
-                action=Action.EVICT_GPU,
-                when=When.NOW,
-                tier=Tier.SERVE,
-                evidence="79 °C",
-                ends="70 °C or less for 600 s",
-            )
+        verdicts = [
+            verdict(node, gpu(node, index), now_s, lost=lost)
+            for lost, which in ((False, self.hot), (True, self.lost))
             for index in range(slots)
-            if gpu(node, index) in self.hot
-        )
+            if gpu(node, index) in which
+        ]
         gpus = tuple(GpuSeen(uuid=gpu(node, index), index=index, temperature_celsius=61.0) for index in range(slots))
-        return HealthReport(node=node, at_s=now_s, gpus=gpus, verdicts=verdicts)
+        return HealthReport(node=node, at_s=now_s, gpus=gpus, verdicts=tuple(verdicts))
+
+
+def verdict(node: NodeId, on: GpuId, now_s: float, *, lost: bool) -> Verdict:
+    return Verdict(
+        at_s=now_s,
+        node=node,
+        gpu=on,
+        rule="gpu_lost" if lost else "temperature",
+        action=Action.EVICT_NODE if lost else Action.EVICT_GPU,
+        when=When.NOW,
+        tier=Tier.NONE if lost else Tier.SERVE,
+        evidence="GPU is lost" if lost else "79 °C",
+        ends="reset" if lost else "70 °C or less for 600 s",
+    )

@@ -111,4 +111,4 @@ def test_cut_off_after_any_move_the_same_end_is_reached() -> None:
         assert [p.running for p in story.fleet.pools.values()] == [p.running for p in undisturbed.fleet.pools.values()]
         assert story.loop.book.orders.spillway is undisturbed.loop.book.orders.spillway
         quarantines = {s: q.verdict.tier for s, q in story.loop.book.quarantines.items()}
-        assert quarantines == {(NODES[0], gpu(NODES[0], 1)): Tier.SERVE}
+        assert quarantines == {(NODES[0], gpu(NODES[0], 1), "temperature"): Tier.SERVE}

@@ -16,8 +16,8 @@ from ray.util import list_named_actors
 
 from tidegate.arbiter.client import ACTOR_NAME, NAMESPACE
 from tidegate.arbiter.messages import Action, HealthReport
-from tidegate.health.on_ray import agent_name, ensure_agent, start_agents
-from tidegate.ids import NodeId
+from tidegate.health.on_ray import ensure_agent, start_agents
+from tidegate.ids import NodeId, health_agent_name
 from tidegate.spec.policy import HealthSpec, Policy
 from tidegate.testing import fake_nvml
 from tidegate.testing.fake_nvml import NvmlState, gpus_of, uuid_of
@@ -103,7 +103,7 @@ def test_the_agents_life(cluster: Cluster) -> None:
     start_agents(cluster.policy)
     wait_until(lambda: cluster.temperatures() == [61.0, 61.0], 30, "a report with both GPUs")
     named = [actor["name"] for actor in list_named_actors(all_namespaces=True) if actor["namespace"] == NAMESPACE]
-    assert sorted(named) == [ACTOR_NAME, agent_name(cluster.node)]
+    assert sorted(named) == [ACTOR_NAME, health_agent_name(cluster.node)]
 
     cluster.state.set(1, "temp", 79)
     evicted = [("temperature", Action.EVICT_GPU, uuid_of("node-a", 1))]

@@ -14,6 +14,7 @@ from ray.util.metrics import Gauge
 
 from tidegate.arbiter.book import ENDED, ClaimState
 from tidegate.arbiter.client import ACTOR_NAME, NAMESPACE
+from tidegate.arbiter.decide import Forecast
 from tidegate.arbiter.journal import FileJournal
 from tidegate.arbiter.loop import ArbiterLoop, claim_row
 from tidegate.arbiter.messages import (
@@ -25,6 +26,7 @@ from tidegate.arbiter.messages import (
     JournalEntry,
     Orders,
     ReplicaReport,
+    Verdict,
     Weights,
 )
 from tidegate.arbiter.on_ray import RayFleet
@@ -32,7 +34,7 @@ from tidegate.arbiter.owners import owners
 from tidegate.arbiter.view import gpus_of, tier_of
 from tidegate.clock import SystemClock
 from tidegate.errors import ClaimUndoneError
-from tidegate.ids import ClaimId
+from tidegate.ids import ClaimId, Tier
 from tidegate.spec.policy import Policy
 from tidegate.telemetry.goodput import Owner, SpanBook
 
@@ -95,8 +97,19 @@ class Arbiter:
             await asyncio.sleep(0.05)
 
     async def release(self, claim: ClaimId, reason: str) -> None:
-        self._loop.releases[claim] = reason
+        self._loop.release(claim, reason)
         self._wake.set()
+
+    async def forecast(self, spec: ClaimSpec) -> Forecast:
+        return self._loop.forecast(spec)
+
+    async def quarantine(self, subject: str, tier: Tier, reason: str) -> Verdict:
+        verdict = self._loop.quarantine(subject, tier, reason)
+        self._wake.set()
+        return verdict
+
+    async def pardon(self, subject: str, reason: str) -> None:
+        await asyncio.to_thread(self._loop.pardon, subject, reason)
 
     async def policy(self) -> Policy:
         return self._policy
@@ -147,8 +160,8 @@ class Arbiter:
             "weights": {app: asdict(weights) for app, weights in book.weights.items()},
             "replicas": [asdict(replica) for replica in view.replicas.values()],
             "quarantines": [
-                {"node": node, "gpu": gpu, "since_s": q.since_s, **asdict(q.verdict)}
-                for (node, gpu), q in book.quarantines.items()
+                {"since_s": quarantine.since_s, **asdict(quarantine.verdict)}
+                for quarantine in book.quarantines.values()
             ],
             "reason": loop.decision.reason,
             "state_dir": str(self._policy.arbiter.state_path),

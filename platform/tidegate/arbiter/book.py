@@ -68,13 +68,21 @@ class Claim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quarantine:
-    """A GPU (or, with `gpu` None, a node) kept from gangs."""
+    """A GPU (or, with `gpu` None, a node) kept from gangs, by one rule. Several rules may hold the same GPU."""
 
     verdict: Verdict
     since_s: float
 
 
-Subject: TypeAlias = tuple[NodeId, GpuId | None]
+Hold: TypeAlias = tuple[NodeId, GpuId | None, str]
+"""Node, GPU (None = the node), rule."""
+
+OPERATOR_RULE = "operator"
+"""The rule of a quarantine that a person imposed; only a person lifts it."""
+
+
+def hold_of(verdict: Verdict) -> Hold:
+    return verdict.node, verdict.gpu, verdict.rule
 
 
 FIRST_ORDERS = Orders(generation=NO_GENERATION, spillway=Spillway.CLOSED, allowances={})
@@ -87,7 +95,7 @@ class Book:
     targets: Mapping[PoolName, int] = field(default_factory=dict)
     raised_at_s: float = 0.0
     """When a pool's target was raised last."""
-    quarantines: Mapping[Subject, Quarantine] = field(default_factory=dict)
+    quarantines: Mapping[Hold, Quarantine] = field(default_factory=dict)
     weights: Mapping[str, Weights] = field(default_factory=dict)
     generation: Generation = NO_GENERATION
     """Of the newest order of any kind."""
@@ -194,6 +202,17 @@ class Lift:
     kind: Literal["lift"] = "lift"
     node: NodeId
     gpu: GpuId | None
+    rule: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pardon:
+    """A person says that a GPU or a node is well: every quarantine on it ends, and its agent forgets."""
+
+    kind: Literal["pardon"] = "pardon"
+    node: NodeId
+    gpu: GpuId | None
     reason: str
 
 
@@ -218,7 +237,19 @@ class Publish:
 
 
 Move: TypeAlias = (
-    File | Advance | Probe | Route | SetTarget | CreateGroup | RemoveGroup | Give | Impose | Lift | Evict | Publish
+    File
+    | Advance
+    | Probe
+    | Route
+    | SetTarget
+    | CreateGroup
+    | RemoveGroup
+    | Give
+    | Impose
+    | Lift
+    | Pardon
+    | Evict
+    | Publish
 )
 
 
@@ -266,16 +297,18 @@ def apply(book: Book, move: Move) -> Book:
                 _with_claim(book, replace(book.claims[move.claim], grant=move.grant)), generation=move.grant.generation
             )
         case Impose():
-            verdict = move.verdict
-            subject = (verdict.node, verdict.gpu)
-            held = book.quarantines.get(subject)
+            hold = hold_of(move.verdict)
+            held = book.quarantines.get(hold)
             since_s = held.since_s if held else move.at_s
             return replace(
-                book, quarantines={**book.quarantines, subject: Quarantine(verdict=verdict, since_s=since_s)}
+                book, quarantines={**book.quarantines, hold: Quarantine(verdict=move.verdict, since_s=since_s)}
             )
         case Lift():
-            rest = {subject: q for subject, q in book.quarantines.items() if subject != (move.node, move.gpu)}
-            return replace(book, quarantines=rest)
+            lifted = (move.node, move.gpu, move.rule)
+            return replace(book, quarantines={hold: q for hold, q in book.quarantines.items() if hold != lifted})
+        case Pardon():
+            subject = (move.node, move.gpu)
+            return replace(book, quarantines={hold: q for hold, q in book.quarantines.items() if hold[:2] != subject})
         case Publish():
             return replace(book, weights={**book.weights, move.app: move.weights})
         case Evict():
@@ -312,7 +345,7 @@ def subjects(move: Move) -> tuple[str, ...]:
         case Impose():
             verdict = move.verdict
             return (verdict.node, *((verdict.gpu,) if verdict.gpu else ()))
-        case Lift():
+        case Lift() | Pardon():
             return (move.node, *((move.gpu,) if move.gpu else ()))
         case Evict():
             return (move.claim, move.node, *((move.gpu,) if move.gpu else ()))
@@ -325,7 +358,7 @@ def subjects(move: Move) -> tuple[str, ...]:
 def reason(move: Move) -> str:
     """The sentence that explains a move."""
     match move:
-        case Advance() | Route() | SetTarget() | Lift() | Evict():
+        case Advance() | Route() | SetTarget() | Lift() | Pardon() | Evict():
             return move.reason
         case Impose():
             return move.verdict.evidence

@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 
+from tidegate.arbiter.decide import Forecast
 from tidegate.arbiter.messages import (
     ClaimSpec,
     GangReport,
@@ -19,10 +20,11 @@ from tidegate.arbiter.messages import (
     JournalEntry,
     Orders,
     ReplicaReport,
+    Verdict,
     Weights,
 )
 from tidegate.errors import NoArbiterError, TidegateError
-from tidegate.ids import ClaimId
+from tidegate.ids import ClaimId, Tier
 from tidegate.spec.policy import Policy
 
 ACTOR_NAME = "arbiter"
@@ -75,6 +77,11 @@ class ArbiterClient:
         return grant
 
     async def release(self, claim: ClaimId, reason: str) -> None:
+        """Let go of a claim: undone if it does not run yet, else its GPUs go back.
+
+        Raises:
+            UnknownSubjectError: there is no such claim.
+        """
         await self._ask("release", claim, reason)
 
     # People and start-up
@@ -90,6 +97,20 @@ class ArbiterClient:
     async def why(self, subject: str) -> tuple[JournalEntry, ...]:
         entries: tuple[JournalEntry, ...] = await self._ask("why", subject)
         return entries
+
+    async def forecast(self, spec: ClaimSpec) -> Forecast:
+        """What would become of this claim; nothing is filed. Raises as `claim` does."""
+        forecast: Forecast = await self._ask("forecast", spec)
+        return forecast
+
+    async def quarantine(self, subject: str, tier: Tier, reason: str) -> Verdict:
+        """Keep a GPU or a node from gangs. Raises UnknownSubjectError."""
+        verdict: Verdict = await self._ask("quarantine", subject, tier, reason)
+        return verdict
+
+    async def pardon(self, subject: str, reason: str) -> None:
+        """End every quarantine on a GPU or a node. Raises UnknownSubjectError."""
+        await self._ask("pardon", subject, reason)
 
     async def publish(self, app: str, uri: str) -> Weights:
         weights: Weights = await self._ask("publish", app, uri)

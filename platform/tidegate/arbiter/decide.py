@@ -27,20 +27,18 @@ from tidegate.arbiter.book import (
     Claim,
     ClaimState,
     CreateGroup,
-    Evict,
     Give,
-    Impose,
-    Lift,
     Move,
     Probe,
     RemoveGroup,
     Route,
     SetTarget,
 )
-from tidegate.arbiter.messages import Action, GangPhase, Grant, GrantedNode, Spillway, When
+from tidegate.arbiter.messages import ClaimSpec, GangPhase, Grant, GrantedNode, Spillway
 from tidegate.arbiter.placement import Placement, place
+from tidegate.arbiter.quarantines import quarantine_moves
 from tidegate.arbiter.view import GroupState, View, fit_gpus, live_gateways
-from tidegate.ids import Generation, NodeId, Tier, pool_name
+from tidegate.ids import ClaimId, Generation, NodeId, Tier, pool_name
 from tidegate.spec.policy import Policy
 
 
@@ -55,7 +53,7 @@ def decide(book: Book, view: View, policy: Policy, now_s: float) -> Decision:
 
     Health goes first (it narrows what may be granted), then claims, then pools, then routes.
     """
-    for rule in (_quarantines, _claims, _pools, _routes):
+    for rule in (quarantine_moves, _claims, _pools, _routes):
         moves, reason = rule(book, view, policy, now_s)
         if moves:
             # One rule a tick: the next one decides on what this one has changed.
@@ -65,70 +63,6 @@ def decide(book: Book, view: View, policy: Policy, now_s: float) -> Decision:
 
 Moves = tuple[tuple[Move, ...], str]
 NOTHING: Moves = ((), "")
-
-
-# --- health -----------------------------------------------------------------------------------------------------
-
-
-def _quarantines(book: Book, view: View, policy: Policy, now_s: float) -> Moves:
-    """Follow the agents' verdicts: impose new ones (and take the GPU out of its gang), lift those that ended."""
-    moves: list[Move] = []
-    for report in view.health.values():
-        standing = {(v.node, v.gpu): v for v in report.verdicts if v.action is not Action.WARN}
-        for subject, verdict in standing.items():
-            held = book.quarantines.get(subject)
-            if held is None or held.verdict.rule != verdict.rule or held.verdict.tier != verdict.tier:
-                moves.append(Impose(verdict=verdict, at_s=now_s))
-        if now_s - report.at_s <= policy.health.agent_silent_after_s and report.gpus:
-            for subject, quarantine in book.quarantines.items():
-                if subject[0] == report.node and subject not in standing:
-                    ended = quarantine.verdict.ends
-                    moves.append(Lift(node=subject[0], gpu=subject[1], reason=f"the agent lifted it: {ended}"))
-    moves.extend(_evictions(book, view, now_s))
-    return tuple(moves), "; ".join(_said(move) for move in moves)
-
-
-EVICTION_REPEAT_S = 2.0
-"""A gang that still names an evicted GPU after this long is told again (the order may have been lost)."""
-
-
-def _evictions(book: Book, view: View, now_s: float) -> tuple[Evict, ...]:
-    """Ranks that stand on a quarantined GPU."""
-    moves = []
-    for claim in book.claims.values():
-        gang = view.gangs.get(claim.id)
-        if claim.state not in HOLDING or gang is None or claim.grant is None:
-            continue
-        node_of = {gpu: node.node for node in claim.grant.nodes for gpu in node.gpus}
-        for gpu in gang.gpus:
-            node = node_of.get(gpu)
-            held = book.quarantines.get((node, gpu)) or book.quarantines.get((node, None)) if node else None
-            if node is None or held is None or held.verdict.when is not When.NOW:
-                continue
-            whole = held.verdict.action is Action.EVICT_NODE
-            if now_s - claim.evicted_at_s.get(node if whole else gpu, -EVICTION_REPEAT_S) < EVICTION_REPEAT_S:
-                continue
-            moves.append(
-                Evict(
-                    claim=claim.id,
-                    node=node,
-                    gpu=None if whole else gpu,
-                    reason=held.verdict.evidence,
-                    reading_at_s=held.verdict.at_s,
-                    at_s=now_s,
-                )
-            )
-    return tuple(moves)
-
-
-def _said(move: Move) -> str:
-    match move:
-        case Impose():
-            return f"quarantine {move.verdict.gpu or move.verdict.node}: {move.verdict.evidence}"
-        case Lift() | Evict():
-            return f"{move.kind} {move.gpu or move.node}: {move.reason}"
-        case _:
-            return move.kind
 
 
 # --- claims -----------------------------------------------------------------------------------------------------
@@ -285,6 +219,36 @@ def _returning(book: Book, view: View, now_s: float, claim: Claim) -> Moves:
         if node in view.nodes and pool_name(node) in view.pools
     )
     return _advance(claim, ClaimState.DONE, "its GPUs serve again", now_s) if home else NOTHING
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """What would become of a claim if it were filed now."""
+
+    reason: str
+    nodes: tuple[NodeId, ...]
+    """Those it would get; empty where it would wait."""
+    gpus: int
+    replicas_leaving: int
+
+
+def forecast(book: Book, view: View, policy: Policy, spec: ClaimSpec, now_s: float) -> Forecast:
+    """The decision on a hypothetical claim; nothing is filed."""
+    claim = Claim(id=ClaimId(f"{spec.name} (dry run)"), spec=spec, filed_at_s=now_s, since_s=now_s, reason="")
+    waiting = [c for c in book.open_claims() if c.state in (ClaimState.QUEUED, ClaimState.PROVING)]
+    classes = policy.claims.classes
+    mine = (classes.index(spec.claim_class), -spec.order)
+    ahead = [c for c in waiting if (classes.index(c.spec.claim_class), -c.spec.order) <= mine]
+    _, reason = _queued(book, view, policy, now_s, claim, ahead[0] if ahead else None)
+    found = _placement(book, view, policy, claim) if not ahead else None
+    if found is None:
+        return Forecast(reason=reason, nodes=(), gpus=0, replicas_leaving=0)
+    return Forecast(
+        reason=reason,
+        nodes=found.nodes,
+        gpus=min(found.gpus, spec.max_gpus),
+        replicas_leaving=_replicas_on(view, found),
+    )
 
 
 # --- pools and routes -------------------------------------------------------------------------------------------

@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from tidegate.arbiter.book import Book, Claim, File, Move, Publish, apply
-from tidegate.arbiter.decide import Decision, decide
-from tidegate.arbiter.journal import Journal
+from tidegate.arbiter.book import OPERATOR_RULE, Book, Claim, File, Impose, Move, Pardon, Publish, apply
+from tidegate.arbiter.decide import Decision, Forecast, decide, forecast
+from tidegate.arbiter.journal import Journal, is_about
 from tidegate.arbiter.messages import (
+    Action,
     ClaimSpec,
     GangReport,
     GatewayReport,
@@ -19,14 +20,16 @@ from tidegate.arbiter.messages import (
     JournalEntry,
     Orders,
     ReplicaReport,
+    Verdict,
     Weights,
+    When,
 )
 from tidegate.arbiter.owners import owners
 from tidegate.arbiter.placement import most_ever
-from tidegate.arbiter.view import GroupState, NodeSeen, PoolSeen, View
+from tidegate.arbiter.view import GroupState, NodeSeen, PoolSeen, View, gpus_of
 from tidegate.clock import Clock
-from tidegate.errors import ClaimNeverFitsError
-from tidegate.ids import ClaimId, GatewayId, NodeId, PoolName
+from tidegate.errors import ClaimNeverFitsError, UnknownSubjectError
+from tidegate.ids import ClaimId, GatewayId, GpuId, NodeId, PoolName, Tier
 from tidegate.spec.policy import Policy
 from tidegate.telemetry.goodput import Span, SpanBook
 
@@ -143,6 +146,70 @@ class ArbiterLoop:
                     + (f"; {report.reason}" if report.reason else ""),
                 )
             )
+
+    def forecast(self, spec: ClaimSpec) -> Forecast:
+        """What would become of this claim; raises as `file` does."""
+        with self._lock:
+            self._check_fits(spec)
+            return forecast(self.book, self.view(), self.policy, spec, self.clock.now_s())
+
+    def release(self, claim: ClaimId, reason: str) -> None:
+        """Its owner, or a person, lets go of a claim.
+
+        Raises:
+            UnknownSubjectError: there is no such open claim.
+        """
+        if claim not in self.book.claims:
+            raise UnknownSubjectError(claim, tuple(c.id for c in self.book.open_claims()))
+        self.releases[claim] = reason
+
+    def quarantine(self, subject: str, tier: Tier, reason: str) -> Verdict:
+        """A person keeps a GPU or a node from gangs, until a person pardons it.
+
+        Raises:
+            UnknownSubjectError: see there.
+        """
+        with self._lock:
+            node, gpu = self._find(subject)
+            now_s = self.clock.now_s()
+            verdict = Verdict(
+                at_s=now_s,
+                node=node,
+                gpu=gpu,
+                rule=OPERATOR_RULE,
+                action=Action.EVICT_NODE if gpu is None else Action.EVICT_GPU,
+                when=When.NOW,
+                tier=tier,
+                evidence=reason,
+                ends="`tidegate pardon`",
+            )
+            self._commit((Impose(verdict=verdict, at_s=now_s),), reason, now_s)
+            return verdict
+
+    def pardon(self, subject: str, reason: str) -> Pardon:
+        """A person says that a GPU or a node is well. A fault that is still there is found again at the next look.
+
+        Raises:
+            UnknownSubjectError: see there.
+        """
+        with self._lock:
+            node, gpu = self._find(subject)
+            move = Pardon(node=node, gpu=gpu, reason=reason)
+            self._commit((move,), reason, self.clock.now_s())
+        self._act(move)
+        return move
+
+    def _find(self, subject: str) -> tuple[NodeId, GpuId | None]:
+        """The node or GPU that a person means by its name, its id, or the first six characters of it."""
+        view = self.view()
+        named: list[tuple[str, NodeId, GpuId | None]] = []
+        for node in view.nodes.values():
+            named += [(node.name, node.id, None), (node.id, node.id, None)]
+            named += [(gpu.uuid, node.id, gpu.uuid) for gpu in gpus_of(view, node)]
+        found = {(node, gpu) for name, node, gpu in named if is_about(name, subject)}
+        if len(found) != 1:
+            raise UnknownSubjectError(subject, tuple(sorted({name for name, _, _ in named})))
+        return found.pop()
 
     def publish(self, app: str, uri: str) -> Weights:
         with self._lock:

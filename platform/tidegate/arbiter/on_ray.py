@@ -28,6 +28,7 @@ from tidegate.arbiter.book import (
     Impose,
     Lift,
     Move,
+    Pardon,
     Probe,
     Publish,
     RemoveGroup,
@@ -38,7 +39,7 @@ from tidegate.arbiter.client import NAMESPACE
 from tidegate.arbiter.decide import group_name
 from tidegate.arbiter.loop import FleetSeen
 from tidegate.arbiter.view import GroupState, NodeSeen, PoolSeen
-from tidegate.ids import ClaimId, NodeId, PoolName, coordinator_name, pool_name
+from tidegate.ids import ClaimId, NodeId, PoolName, coordinator_name, health_agent_name, pool_name
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +90,9 @@ class RayFleet:
                     coordinator.evict.remote(move.node, move.gpu, move.reason, move.reading_at_s),
                     timeout=CALL_DEADLINE_S,
                 )
+            case Pardon():
+                agent = ray.get_actor(health_agent_name(move.node), namespace=NAMESPACE)
+                ray.get(agent.set_healthy.remote(move.gpu or move.node), timeout=CALL_DEADLINE_S)
             case File() | Advance() | Probe() | Route() | Give() | Impose() | Lift() | Publish():
                 pass  # these change the book; gateways, runs and replicas fetch what they need from it
             case _:

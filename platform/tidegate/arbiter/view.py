@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from tidegate.arbiter.book import Book
+from tidegate.arbiter.book import Book, Quarantine
 from tidegate.arbiter.messages import GangReport, GatewayReport, GpuSeen, HealthReport, ReplicaReport
 from tidegate.ids import ClaimId, GatewayId, GpuId, NodeId, PoolName, Tier
 
@@ -67,13 +67,15 @@ def gpus_of(view: View, node: NodeSeen) -> tuple[GpuSeen, ...]:
     return tuple(GpuSeen(uuid=GpuId(f"{node.id[:12]}-{index}"), index=index) for index in range(node.gpu_slots))
 
 
+def standing_on(book: Book, node: NodeId, gpu: GpuId) -> tuple[Quarantine, ...]:
+    """The quarantines that hold a GPU: its own and its node's."""
+    return tuple(q for (on_node, on_gpu, _), q in book.quarantines.items() if on_node == node and on_gpu in (gpu, None))
+
+
 def tier_of(book: Book, node: NodeId, gpu: GpuId) -> Tier:
-    """What a GPU is good enough for: the worst of its own and its node's quarantine."""
-    standing = (book.quarantines.get((node, gpu)), book.quarantines.get((node, None)))
-    found = [quarantine.verdict.tier for quarantine in standing if quarantine is not None]
-    if Tier.NONE in found:
-        return Tier.NONE
-    return Tier.SERVE if found else Tier.GANG
+    """What a GPU is good enough for: the worst that any quarantine on it says."""
+    tiers = {quarantine.verdict.tier for quarantine in standing_on(book, node, gpu)}
+    return next((tier for tier in (Tier.NONE, Tier.SERVE) if tier in tiers), Tier.GANG)
 
 
 def fit_gpus(view: View, book: Book, node: NodeSeen, *tiers: Tier) -> tuple[GpuId, ...]:

@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from tidegate.errors import TidegateError
+from tidegate.ids import Tier
 
 app = typer.Typer(
     name="tidegate",
@@ -102,6 +103,92 @@ def why(
         show_journal(subject, entries, Console())
     if not entries:
         raise typer.Exit(1)
+
+
+@app.command()
+@_says_errors
+def claim(
+    gpus: Annotated[int, typer.Option(help="GPUs at most.")],
+    min_gpus: Annotated[int | None, typer.Option(help="GPUs at least; all of them if not given.")] = None,
+    claim_class: Annotated[str, typer.Option("--class", help="A class of policy.yaml.")] = "pretrain",
+    order: Annotated[int, typer.Option(help="Inside a class the higher goes first.")] = 0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Needed: claims are filed by jobs.")] = False,
+    address: Address = "auto",
+    as_json: Json = False,
+) -> None:
+    """What would become of a claim if it were filed now, and why. Nothing is filed."""
+    from dataclasses import asdict
+
+    from tidegate.arbiter.messages import ClaimSpec
+    from tidegate.cli.connect import ask
+
+    if not dry_run:
+        raise typer.BadParameter(
+            "claims are filed by jobs (`ray job submit -- python jobs/train_dit.py`); add --dry-run"
+        )
+    spec = ClaimSpec(
+        name="a claim",
+        claim_class=claim_class,
+        order=order,
+        max_gpus=gpus,
+        min_gpus=gpus if min_gpus is None else min_gpus,
+        owner="tidegate claim",
+    )
+    found = ask(address, lambda arbiter: arbiter.forecast(spec))
+    if as_json:
+        json.dump(asdict(found), sys.stdout, indent=2)
+        sys.stdout.write("\n")
+        return
+    typer.echo(found.reason)
+    if found.nodes:
+        nodes = ", ".join(node[:12] for node in found.nodes)
+        typer.echo(f"{found.gpus} GPUs on {nodes}; {found.replicas_leaving} replicas would leave")
+
+
+@app.command()
+@_says_errors
+def release(
+    claim_id: Annotated[str, typer.Argument(metavar="CLAIM", help="As `tidegate status` shows it.")],
+    reason: Annotated[str, typer.Option(help="Stands in the journal.")] = "released by a person",
+    address: Address = "auto",
+) -> None:
+    """Take a claim back: undone if it does not run yet, else its GPUs go back to serving."""
+    from tidegate.cli.connect import ask
+    from tidegate.ids import ClaimId
+
+    ask(address, lambda arbiter: arbiter.release(ClaimId(claim_id), reason))
+    typer.echo(f"{claim_id} is released")
+
+
+@app.command()
+@_says_errors
+def quarantine(
+    subject: Annotated[str, typer.Argument(help="A GPU or a node: its name, its id, or six characters of it or more.")],
+    reason: Annotated[str, typer.Option(help="Stands in the journal.")],
+    tier: Annotated[Tier, typer.Option(help="What it is still good for.")] = Tier.SERVE,
+    address: Address = "auto",
+) -> None:
+    """Keep a GPU or a node from gangs until it is pardoned; a rank on it leaves at once."""
+    from tidegate.cli.connect import ask
+
+    if tier is Tier.GANG:
+        raise typer.BadParameter("a quarantined GPU is good for `serve` or for `none`")
+    verdict = ask(address, lambda arbiter: arbiter.quarantine(subject, tier, reason))
+    typer.echo(f"{verdict.gpu or verdict.node} is kept from gangs, good for: {verdict.tier}; it ends by {verdict.ends}")
+
+
+@app.command()
+@_says_errors
+def pardon(
+    subject: Annotated[str, typer.Argument(help="A GPU or a node: its name, its id, or six characters of it or more.")],
+    reason: Annotated[str, typer.Option(help="Stands in the journal.")] = "pardoned by a person",
+    address: Address = "auto",
+) -> None:
+    """End every quarantine on a GPU or a node. A fault that is still there is found again at the next look."""
+    from tidegate.cli.connect import ask
+
+    ask(address, lambda arbiter: arbiter.pardon(subject, reason))
+    typer.echo(f"{subject} is pardoned")
 
 
 @app.command()

@@ -33,7 +33,10 @@ SHORT: Mapping[str, str] = {
 
 
 def show_status(found: Mapping[str, Any], console: Console) -> None:
-    console.print(Group(gpu_map(found), claims(found), traffic(found)))
+    parts = [gpu_map(found), claims(found), traffic(found)]
+    if found["quarantines"]:
+        parts.insert(1, quarantines(found))
+    console.print(Group(*parts))
     console.print(Text(f"arbiter: {found['reason']}", style="dim"))
 
 
@@ -60,6 +63,15 @@ def claims(found: Mapping[str, Any]) -> Table:
         gang = gangs.get(claim["claim"])
         step, ranks = (str(gang["step"]), str(gang["world_size"])) if gang else ("", "")
         table.add_row(claim["claim"], claim["class"], claim["state"], step, ranks, claim["reason"])
+    return table
+
+
+def quarantines(found: Mapping[str, Any]) -> Table:
+    table = Table(title="quarantines", title_justify="left", box=None, pad_edge=False)
+    for column in ("GPU or node", "rule", "good for", "why", "ends"):
+        table.add_column(column)
+    for held in found["quarantines"]:
+        table.add_row(held["gpu"] or held["node"], held["rule"], held["tier"], held["evidence"], held["ends"])
     return table
 
 

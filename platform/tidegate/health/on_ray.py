@@ -18,7 +18,7 @@ from tidegate.clock import SystemClock
 from tidegate.health.agent import HealthAgent
 from tidegate.health.memory import FileMemory
 from tidegate.health.sources.nvml import NvmlSource
-from tidegate.ids import GpuId, NodeId
+from tidegate.ids import GpuId, NodeId, health_agent_name
 from tidegate.spec.policy import Policy
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ def ensure_agent(node: NodeId, policy: Policy) -> Any:
     return (
         ray.remote(HealthActor)
         .options(
-            name=agent_name(node),
+            name=health_agent_name(node),
             namespace=NAMESPACE,
             get_if_exists=True,
             lifetime="detached",
@@ -50,10 +50,6 @@ def ensure_agent(node: NodeId, policy: Policy) -> Any:
         )
         .remote(policy)
     )
-
-
-def agent_name(node: NodeId) -> str:
-    return f"health-{node[:12]}"
 
 
 class HealthActor:
@@ -66,7 +62,7 @@ class HealthActor:
             spec=policy.health,
             source=NvmlSource(policy.health.nvml_library, node=node),
             reporter=ArbiterClient(),
-            memory=FileMemory(policy.health.state_path / f"{agent_name(node)}.json"),
+            memory=FileMemory(policy.health.state_path / f"{health_agent_name(node)}.json"),
             meters=RayMeters(),
             clock=SystemClock(),
         )
