@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from story import NODES, Story, ask, gpu
 
@@ -109,6 +111,18 @@ def test_a_drain_that_never_ends_is_undone_and_serving_stays(story: Story) -> No
     assert story.loop.book.orders.spillway is Spillway.CLOSED
 
 
+def test_a_replica_that_will_not_stop_undoes_the_flip_and_the_spillway_closes_when_all_are_home(story: Story) -> None:
+    story.fleet.stuck.add(NODES[0])
+    claim = story.file(ask())
+    story.until(claim, ClaimState.UNDONE)
+    assert [pool.running for pool in story.fleet.pools.values()] == [2, 0, 0]
+    for _ in range(100):
+        if story.loop.book.orders.spillway is Spillway.CLOSED:
+            break
+        story.tick()
+    assert [pool.running for pool in story.fleet.pools.values()] == [2, 2, 2]
+
+
 def test_a_node_lost_while_draining_undoes_the_claim(story: Story) -> None:
     story.gateway_follows = False
     claim = story.file(ask())
@@ -129,6 +143,23 @@ def test_replicas_come_home_in_steps(story: Story) -> None:
         most_at_once, before = max(most_at_once, total - before), total
     assert most_at_once == 2
     assert before == 6
+
+
+def test_a_step_home_waits_for_the_one_before_and_rests(story: Story) -> None:
+    claim = story.file(ask())
+    train(story, claim)
+    story.phases[claim] = GangPhase.FINISHED
+    raised_at_s: list[float] = []
+    for _ in range(100):
+        ready = sum(pool.running for pool in story.fleet.pools.values())
+        before = sum(pool.target for pool in story.fleet.pools.values())
+        story.tick()
+        if sum(pool.target for pool in story.fleet.pools.values()) > before:
+            assert ready == before, "replicas of the step before are not ready"
+            raised_at_s.append(story.clock.now_s())
+    assert len(raised_at_s) == 3
+    rests_s = [after - before for before, after in pairwise(raised_at_s)]
+    assert min(rests_s) >= story.policy.serving.return_dwell_s
 
 
 def test_the_spillway_closes_last(story: Story) -> None:

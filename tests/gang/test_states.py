@@ -175,15 +175,26 @@ def test_too_few_gpus_end_the_run_with_the_reason(running: Life) -> None:
     assert "1 GPUs are left, at least 2 are needed; 80 °C" in running.gang.reason
 
 
-def test_beats_of_an_older_generation_or_agent_change_nothing(running: Life) -> None:
-    old = running.gang.plan
+@pytest.mark.parametrize(("agent", "generation"), [("a.1", 1), ("a.0", 2), ("somebody", 2)])
+def test_beats_of_an_older_generation_or_agent_change_nothing(running: Life, agent: str, generation: int) -> None:
     running.beat(8, first=1, committed=5, r2={"exit_code": -9})
     now = running.gang
-    assert old is not None
-    late = Beaten(node=NODES[0], agent="a.1", generation=Generation(1), port=7001, ranks=())
-    running.happen(late)
-    assert running.gang == now
-    running.happen(replace(late, agent="somebody"))
+    assert now.plan is not None
+    assert now.plan.generation == 2
+    dead = RankBeat(
+        rank=0,
+        pid=100,
+        exit_code=-9,
+        step=8,
+        first_step=1,
+        first_step_at_s=0.0,
+        phase="stepping",
+        idle_s=0.0,
+        progress_at_s=0.0,
+        loss=None,
+        committed_step=99,
+    )
+    running.happen(Beaten(node=NODES[0], agent=agent, generation=Generation(generation), port=7001, ranks=(dead,)))
     assert running.gang == now
 
 

@@ -53,7 +53,7 @@ def decide(book: Book, view: View, policy: Policy, now_s: float) -> Decision:
 
     Health goes first (it narrows what may be granted), then claims, then pools, then routes.
     """
-    for rule in (quarantine_moves, _claims, _pools, _routes):
+    for rule in (_quarantines, _claims, _pools, _routes):
         moves, reason = rule(book, view, policy, now_s)
         if moves:
             # One rule a tick: the next one decides on what this one has changed.
@@ -63,6 +63,10 @@ def decide(book: Book, view: View, policy: Policy, now_s: float) -> Decision:
 
 Moves = tuple[tuple[Move, ...], str]
 NOTHING: Moves = ((), "")
+
+
+def _quarantines(book: Book, view: View, policy: Policy, now_s: float) -> Moves:
+    return quarantine_moves(book, view, now_s)
 
 
 # --- claims -----------------------------------------------------------------------------------------------------

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tidegate.arbiter.book import Book, ClaimState, SetTarget
+from tidegate.arbiter.book import Book, SetTarget
 from tidegate.arbiter.messages import Spillway
-from tidegate.arbiter.view import GroupState, NodeSeen, PoolSeen, View, fit_gpus
-from tidegate.ids import NodeId, PoolName, Tier, pool_name
+from tidegate.arbiter.view import NodeSeen, PoolSeen, View, fit_gpus
+from tidegate.ids import PoolName, Tier, pool_name
 from tidegate.spec.policy import ServingSpec
 
 
@@ -45,7 +45,7 @@ def raises(view: View, book: Book, spec: ServingSpec, now_s: float) -> tuple[Set
     moves = []
     for node in sorted(view.nodes.values(), key=lambda node: node.id):
         pool = view.pools.get(pool_name(node.id))
-        if pool is None or _group_pending_on(view, book, node.id):
+        if pool is None:
             continue
         target = book.targets.get(pool.name, pool.target)
         free = max(0, int(node.free_gpu_slots) - (target - pool.running - pool.starting))
@@ -78,11 +78,3 @@ def _settled(view: View) -> bool:
 
 def _is_settled(pool: PoolSeen) -> bool:
     return pool.running >= pool.target and pool.starting == 0 and pool.stopping == 0
-
-
-def _group_pending_on(view: View, book: Book, node: NodeId) -> bool:
-    return any(
-        view.groups.get(claim.id) in (GroupState.PENDING, GroupState.READY) and node in claim.nodes
-        for claim in book.claims.values()
-        if claim.state is not ClaimState.QUEUED
-    )

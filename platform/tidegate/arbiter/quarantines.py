@@ -9,10 +9,9 @@ from tidegate.arbiter.book import HOLDING, OPERATOR_RULE, Book, Evict, Impose, L
 from tidegate.arbiter.messages import Action, Verdict, When
 from tidegate.arbiter.view import View, standing_on
 from tidegate.ids import GpuId, NodeId
-from tidegate.spec.policy import Policy
 
 
-def quarantine_moves(book: Book, view: View, policy: Policy, now_s: float) -> tuple[tuple[Move, ...], str]:
+def quarantine_moves(book: Book, view: View, now_s: float) -> tuple[tuple[Move, ...], str]:
     """Follow the agents' verdicts: impose new ones (and take the GPU out of its gang), lift those that ended."""
     moves: list[Move] = []
     for report in view.health.values():
@@ -21,7 +20,7 @@ def quarantine_moves(book: Book, view: View, policy: Policy, now_s: float) -> tu
             held = book.quarantines.get(hold)
             if held is None or (held.verdict.tier, held.verdict.action) != (verdict.tier, verdict.action):
                 moves.append(Impose(verdict=verdict, at_s=now_s))
-        if now_s - report.at_s <= policy.health.agent_silent_after_s and report.gpus:
+        if report.gpus:  # an agent that sees no GPU can't say that one is well
             for hold, quarantine in book.quarantines.items():
                 node, gpu, rule = hold
                 if node == report.node and rule != OPERATOR_RULE and hold not in standing:

@@ -36,6 +36,8 @@ class FakeFleet:
     """Node -> its GPUs."""
     serves: bool = True
     """Whether an application with a pool for each node is deployed."""
+    stuck: set[NodeId] = field(default_factory=set)
+    """Nodes whose replicas do not stop."""
     crash_after_moves: int | None = None
     pools: dict[NodeId, _Pool] = field(init=False)
     groups: dict[ClaimId, tuple[NodeId, ...]] = field(init=False, default_factory=dict)
@@ -102,7 +104,7 @@ class FakeFleet:
             pool.running += pool.starting
             pool.starting = 0
             surplus = pool.running + pool.waiting - pool.target
-            if surplus > 0:
+            if surplus > 0 and pool.node not in self.stuck:
                 dropped = min(surplus, pool.waiting)
                 pool.waiting -= dropped
                 pool.stopping = surplus - dropped
