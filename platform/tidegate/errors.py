@@ -40,6 +40,20 @@ class ClaimUndoneError(TidegateError):
         return f"claim {self.claim} was undone: {self.reason}"
 
 
+class RunExistsError(TidegateError):
+    """A run of this name goes on already, with other settings."""
+
+    def __init__(self, run: str, differs: tuple[str, ...]) -> None:
+        super().__init__(run, differs)
+        self.run, self.differs = run, differs
+
+    def __str__(self) -> str:
+        return (
+            f"run {self.run} goes on already, with other settings: {', '.join(self.differs)}\n"
+            f"hint: give this run another name in its config, or stop the other one first"
+        )
+
+
 class UnknownSubjectError(TidegateError):
     """A person named a claim, node or GPU that is not there, or not exactly one."""
 

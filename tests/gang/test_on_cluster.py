@@ -10,6 +10,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from tidegate.arbiter.messages import ClaimSpec
 from tidegate.arbiter.on_ray import RayFleet
 from tidegate.arbiter.view import GroupState
 from tidegate.data.prepare import prepare
-from tidegate.errors import ClaimNeverFitsError
+from tidegate.errors import ClaimNeverFitsError, RunExistsError
 from tidegate.gang.coordinator import JOURNAL, RunOrder, RunStatus, start_coordinator
 from tidegate.ids import ClaimId
 from tidegate.spec.policy import ArbiterSpec, Policy, ServingSpec
@@ -90,8 +91,9 @@ class Run:
             data_dir=str(folder / "shards"),
             run_dir=str(folder / "run"),
         )
+        self.order = order
         self.coordinator: Any = start_coordinator(order)
-        ray.get(self.coordinator.start.remote())
+        ray.get(self.coordinator.start.remote(order))
 
     def status(self) -> RunStatus:
         status: RunStatus = ray.get(self.coordinator.status.remote())
@@ -135,8 +137,21 @@ def run(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def test_a_claim_that_never_fits_is_refused_through_the_client(run: Run) -> None:
-    with pytest.raises(ClaimNeverFitsError, match="there is 4 GPUs on 2 live nodes"):
+    with pytest.raises(ClaimNeverFitsError, match="there is 4 GPUs on 2 live nodes") as error:
         asyncio.run(run.arbiter.claim(claim_spec("huge", 64, 64)))
+    assert len(str(error.value).splitlines()) == 2, "a person gets a sentence and a hint, not a traceback"
+
+
+def test_a_second_job_may_follow_the_run_but_not_change_it(run: Run) -> None:
+    again = start_coordinator(run.order)
+    assert ray.get(again.start.remote(run.order)) == "long"
+    other = replace(run.order, claim=claim_spec("long", 64, 64), run_dir="/elsewhere")
+    with pytest.raises(ray.exceptions.RayTaskError) as error:
+        ray.get(again.start.remote(other))
+    cause = error.value.cause
+    assert isinstance(cause, RunExistsError)
+    assert "max_gpus 4 (asked: 64)" in str(cause)
+    assert "run_dir" in str(cause)
 
 
 def test_a_killed_rank_comes_back_without_ray_train_noticing(run: Run) -> None:

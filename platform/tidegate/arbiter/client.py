@@ -122,9 +122,9 @@ class ArbiterClient:
                 self._actor = ray.get_actor(ACTOR_NAME, namespace=NAMESPACE)
             return await asyncio.wait_for(getattr(self._actor, method).remote(*args), self._timeout_s)
         except ray.exceptions.RayTaskError as error:
-            cause = error.as_instanceof_cause()
-            if isinstance(cause, TidegateError):
-                raise cause from None
+            # `cause` is the error as it was raised; what Ray raises prints the arbiter's traceback with it.
+            if isinstance(error.cause, TidegateError):
+                raise error.cause from None
             raise
         except (ValueError, ray.exceptions.RayError, TimeoutError) as error:
             self._actor = None

@@ -18,7 +18,7 @@ from ray.util.metrics import Gauge
 
 from tidegate.arbiter.client import NAMESPACE, ArbiterClient
 from tidegate.arbiter.messages import ClaimSpec, GangPhase, GangReport, Grant
-from tidegate.errors import ClaimUndoneError, NoArbiterError
+from tidegate.errors import ClaimUndoneError, NoArbiterError, RunExistsError
 from tidegate.gang.agent import AgentJob, Reply, train_fn
 from tidegate.gang.states import (
     Beaten,
@@ -84,12 +84,15 @@ class Coordinator:
         self._changed = asyncio.Event()
         self._gauges = _Gauges(order.claim.name)
 
-    async def start(self) -> ClaimId:
-        """File the claim and go on by itself; asked again it answers with the same claim.
+    async def start(self, order: RunOrder) -> ClaimId:
+        """File the claim and go on by itself; asked again with the same order it answers with the same claim.
 
         Raises:
             ClaimNeverFitsError: the cluster could never give it.
+            RunExistsError: this run goes on with another order.
         """
+        if differs := _differs(self._order, order):
+            raise RunExistsError(self._order.claim.name, differs)
         if self._claim is None:
             Path(self._order.run_dir).mkdir(parents=True, exist_ok=True)
             self._spec = (await self._arbiter.policy()).gang
@@ -295,6 +298,20 @@ class _Gauges:
         self._generation.set(report.gang_generation, self._tags)
         if report.loss is not None:
             self._loss.set(report.loss, self._tags)
+
+
+def _differs(mine: RunOrder, asked: RunOrder) -> tuple[str, ...]:
+    """What another job asks of the run that this one doesn't do. Who asks does not matter."""
+    claim, other = asdict(mine.claim), asdict(asked.claim)
+    differs = [
+        f"{key} {claim[key]} (asked: {other[key]})" for key in claim if key != "owner" and claim[key] != other[key]
+    ]
+    differs += [
+        f"{key} {getattr(mine, key)} (asked: {getattr(asked, key)})"
+        for key in ("data_dir", "run_dir")
+        if getattr(mine, key) != getattr(asked, key)
+    ]
+    return (*differs, *(["config"] if mine.config != asked.config else []))
 
 
 def _loss(gang: Gang | None) -> float | None:

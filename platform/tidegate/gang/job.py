@@ -14,6 +14,7 @@ import ray
 
 from tidegate.arbiter.client import NAMESPACE
 from tidegate.arbiter.messages import ClaimSpec
+from tidegate.errors import RunExistsError, TidegateError
 from tidegate.gang.coordinator import RunOrder, RunStatus, start_coordinator
 from tidegate.ids import coordinator_name
 from tidegate.train.config import RunConfig
@@ -38,6 +39,7 @@ def follow_run(
 
     Raises:
         ClaimNeverFitsError: the cluster could never give what is asked.
+        RunExistsError: the run goes on already, with other settings.
     """
     claim = ClaimSpec(
         name=config.name,
@@ -46,12 +48,16 @@ def follow_run(
         min_gpus=min_gpus,
         owner=f"job {ray.get_runtime_context().get_job_id()}",
     )
-    coordinator = _coordinator(RunOrder(claim=claim, config=config, data_dir=str(data_dir), run_dir=str(run_dir)))
+    order = RunOrder(claim=claim, config=config, data_dir=str(data_dir), run_dir=str(run_dir))
+    coordinator = _coordinator(order)
     try:
-        say(f"claim {ray.get(coordinator.start.remote())} is filed")
+        say(f"claim {ray.get(coordinator.start.remote(order))} is filed")
     except ray.exceptions.RayTaskError as error:
-        ray.kill(coordinator)
-        raise error.as_instanceof_cause() from None
+        if not isinstance(error.cause, TidegateError):
+            raise
+        if not isinstance(error.cause, RunExistsError):  # that coordinator leads somebody's run
+            ray.kill(coordinator)
+        raise error.cause from None
     stop = threading.Event()
 
     def on_signal(_signal: int, _frame: FrameType | None) -> None:
@@ -59,6 +65,15 @@ def follow_run(
 
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
+    try:
+        return _follow(coordinator, stop, say)
+    except ray.exceptions.RayActorError:
+        # Another job that followed the same run has put it away, or its node is gone: the run's records say which.
+        say("the run's coordinator is gone; see gang.jsonl in the run directory")
+        return 1
+
+
+def _follow(coordinator: Any, stop: threading.Event, say: Callable[[str], None]) -> int:
     said = ""
     asked = False
     while True:
