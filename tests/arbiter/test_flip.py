@@ -269,6 +269,17 @@ def test_filing_again_is_the_same_claim(story: Story) -> None:
     assert story.file(ask()) == story.file(ask())
 
 
+def test_a_run_that_comes_again_while_its_old_claim_returns_gets_a_new_one(story: Story) -> None:
+    old = story.file(ask())
+    train(story, old)
+    story.phases[old] = GangPhase.FINISHED
+    story.until(old, ClaimState.RETURNING)
+    new = story.file(ask())
+    assert new != old
+    story.until(new, ClaimState.GRANTED)
+    story.until(old, ClaimState.DONE)
+
+
 def test_a_released_claim_is_undone_before_and_returns_after(story: Story) -> None:
     story.provider_works = False
     early = story.file(ask("early"))

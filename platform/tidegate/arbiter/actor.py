@@ -12,11 +12,11 @@ from typing import Any
 import ray
 from ray.util.metrics import Gauge
 
-from tidegate.arbiter.book import ENDED, ClaimState
+from tidegate.arbiter.book import ENDED, Claim, ClaimState
 from tidegate.arbiter.client import ACTOR_NAME, NAMESPACE
 from tidegate.arbiter.decide import Forecast
 from tidegate.arbiter.journal import FileJournal
-from tidegate.arbiter.loop import ArbiterLoop, claim_row
+from tidegate.arbiter.loop import ArbiterLoop
 from tidegate.arbiter.messages import (
     ClaimSpec,
     GangReport,
@@ -151,7 +151,7 @@ class Arbiter:
         return {
             "at_s": SystemClock().now_s(),
             "nodes": nodes,
-            "claims": [claim_row(claim) for claim in book.claims.values()],
+            "claims": [_claim_row(claim) for claim in book.claims.values()],
             "gangs": [asdict(gang) for gang in view.gangs.values()],
             "pools": [asdict(pool) for pool in view.pools.values()],
             "gateways": [asdict(gateway) for gateway in view.gateways.values()],
@@ -197,6 +197,21 @@ class _Gauges:
             if state not in ENDED:
                 count = sum(1 for claim in loop.book.claims.values() if claim.state is state)
                 self._claims.set(count, {"state": str(state)})
+
+
+def _claim_row(claim: Claim) -> dict[str, object]:
+    """One claim as `tidegate status --json` shows it."""
+    return {
+        "claim": claim.id,
+        "state": str(claim.state),
+        "reason": claim.reason,
+        "owner": claim.spec.owner,
+        "class": claim.spec.claim_class,
+        "filed_at_s": claim.filed_at_s,
+        "since_s": claim.since_s,
+        "nodes": list(claim.nodes),
+        "gpus": [gpu for node in claim.grant.nodes for gpu in node.gpus] if claim.grant else [],
+    }
 
 
 def start_arbiter(policy: Policy) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from tidegate.arbiter.book import OPERATOR_RULE, Book, Claim, File, Impose, Move, Pardon, Publish, apply
+from tidegate.arbiter.book import OPERATOR_RULE, Book, Claim, ClaimState, File, Impose, Move, Pardon, Publish, apply
 from tidegate.arbiter.decide import Decision, Forecast, decide, forecast
 from tidegate.arbiter.journal import Journal, is_about
 from tidegate.arbiter.messages import (
@@ -108,13 +108,15 @@ class ArbiterLoop:
     # What people and rooms ask for
 
     def file(self, spec: ClaimSpec) -> ClaimId:
-        """File a claim; the same name asked again while it is open is the same claim.
+        """File a claim; the same name asked again while it waits or is held is the same claim.
 
         Raises:
             ClaimNeverFitsError: see there.
         """
         with self._lock:
-            standing = next((c for c in self.book.open_claims() if c.spec.name == spec.name), None)
+            # One that returns is over: its nodes are being given back.
+            open_ones = (c for c in self.book.open_claims() if c.state is not ClaimState.RETURNING)
+            standing = next((c for c in open_ones if c.spec.name == spec.name), None)
             if standing is not None:
                 return standing.id
             if not self._looked:  # right after a restart: an unseen cluster is not an empty one
@@ -277,18 +279,3 @@ class ArbiterLoop:
                 f"{there} GPUs on {nodes} live nodes, all else gone",
                 f"lower min GPUs to {there} or less, or add {spec.min_gpus - there} GPUs",
             )
-
-
-def claim_row(claim: Claim) -> dict[str, object]:
-    """One claim as `tidegate status --json` shows it."""
-    return {
-        "claim": claim.id,
-        "state": str(claim.state),
-        "reason": claim.reason,
-        "owner": claim.spec.owner,
-        "class": claim.spec.claim_class,
-        "filed_at_s": claim.filed_at_s,
-        "since_s": claim.since_s,
-        "nodes": list(claim.nodes),
-        "gpus": [gpu for node in claim.grant.nodes for gpu in node.gpus] if claim.grant else [],
-    }

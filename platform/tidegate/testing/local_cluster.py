@@ -175,7 +175,7 @@ class LocalCluster:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_end_with_parent,
+                preexec_fn=end_with_parent,
             )
         self._started.append(process)
         deadline = time.monotonic() + START_DEADLINE_S
@@ -225,8 +225,8 @@ def end_marked(marker: str, patience_s: float) -> None:
         time.sleep(0.1)
 
 
-def _end_with_parent() -> None:
-    """Runs in the child: SIGTERM when the process that started the cluster is killed outright."""
+def end_with_parent() -> None:
+    """A `preexec_fn`: the child gets SIGTERM when the process that started it is killed outright."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

@@ -19,7 +19,7 @@ import yaml
 from tidegate.cli.demo.digits import write_images
 from tidegate.errors import TidegateError
 from tidegate.testing import fake_nvml
-from tidegate.testing.local_cluster import LocalCluster, Ports, check_port_free
+from tidegate.testing.local_cluster import LocalCluster, Ports, check_port_free, end_with_parent
 
 NODES = ("node-a", "node-b", "node-c")
 GPUS_PER_NODE = 2
@@ -134,7 +134,10 @@ class Stage:
         command = ["-m", "tidegate.testing.standin_provider", "--port", str(self.provider_port)]
         with (self.folder / "provider.log").open("wb") as out:
             self.provider = subprocess.Popen(
-                [sys.executable, *command, "--latency-s", "0.3", "--slots", "16"], stdout=out, stderr=out
+                [sys.executable, *command, "--latency-s", "0.3", "--slots", "16"],
+                stdout=out,
+                stderr=out,
+                preexec_fn=end_with_parent,
             )
         wait_until(lambda: _answers(f"http://127.0.0.1:{self.provider_port}/health"), 30, "the provider answers")
 
