@@ -72,6 +72,16 @@ class Demo:
         wait_until(lambda: words in self.said() or self.process.poll() is not None, deadline_s, f"{words!r} is said")
         assert words in self.said(), self.said()
 
+    def end(self) -> None:
+        """Whatever happened, nothing of it goes on beside the tests that follow."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(timeout=60)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
     def ask(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Another terminal: `tidegate` against the demo's cluster."""
         # The cluster's address is the host's own, as Ray sees it.
@@ -96,9 +106,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         seen["publish_nothing"] = demo.ask("publish", str(folder))
         seen["exit"] = demo.process.wait(timeout=600)
     finally:
-        if demo.process.poll() is None:
-            demo.process.send_signal(signal.SIGINT)
-            demo.process.wait(timeout=60)
+        demo.end()
         seen["said"] = demo.said()
     seen["left"] = of_demo(demo)
     seen["folder"] = folder
@@ -191,8 +199,11 @@ def test_a_port_in_use_says_which_and_how_to_choose(tmp_path: Path) -> None:
 
 def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     demo = Demo(tmp_path)
-    demo.wait_for("Ray runs", 180)
-    assert of_demo(demo) != []
-    demo.process.send_signal(signal.SIGINT)
-    assert demo.process.wait(timeout=60) == 130, demo.said()
-    assert of_demo(demo) == []
+    try:
+        demo.wait_for("Ray runs", 180)
+        assert of_demo(demo) != []
+        demo.process.send_signal(signal.SIGINT)
+        assert demo.process.wait(timeout=60) == 130, demo.said()
+        assert of_demo(demo) == []
+    finally:
+        demo.end()

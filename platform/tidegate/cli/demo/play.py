@@ -39,6 +39,8 @@ GPUS = GPUS_PER_NODE * len(NODES)
 def play(output: Path, *, base_port: int, steps: int | None) -> int:
     """Play the whole demo; returns the exit code. Everything that it started is gone afterwards."""
     console = Console()
+    # Set outright: started in the background of a script, a process inherits an ignored SIGINT.
+    signal.signal(signal.SIGINT, _as_interrupt)
     signal.signal(signal.SIGTERM, _as_interrupt)
     output.mkdir(parents=True, exist_ok=True)
     stage = Stage(root=Path.cwd(), folder=output.resolve() / "stage", base_port=base_port, steps=steps)
