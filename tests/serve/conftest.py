@@ -7,8 +7,9 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from stand_in import StandIn, answers, free_port
+from stand_in import StandIn, answers
 
+from tidegate.testing.local_cluster import free_port
 from waiting import wait_until
 
 

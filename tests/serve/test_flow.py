@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stand_in import StandIn, free_port
+from stand_in import StandIn
 
 from tidegate.arbiter.messages import Orders, Spillway
 from tidegate.clock import SystemClock
@@ -24,6 +24,7 @@ from tidegate.serve.router_registry import PoolSeen
 from tidegate.serve.routing import RouteRequest, ToLocal
 from tidegate.serve.work import EngineFailedError, ImageJob, Made, PoolBusyError, PoolLostError, Size
 from tidegate.spec.policy import ProviderSpec, ServingSpec
+from tidegate.testing.local_cluster import free_port
 
 A = PoolName("a")
 JOB = ImageJob(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from stand_in import StandIn, free_port
+from stand_in import StandIn
 
 from tidegate.ids import RequestId
 from tidegate.serve.providers import connect
@@ -19,6 +19,7 @@ from tidegate.serve.providers.base import ProviderAmbiguousError, ProviderError,
 from tidegate.serve.providers.openai import retry_after_s
 from tidegate.serve.work import ImageJob, Made, Size
 from tidegate.spec.policy import ProviderSpec
+from tidegate.testing.local_cluster import free_port
 
 NOW = 1_000_000.0
 

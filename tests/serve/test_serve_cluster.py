@@ -27,7 +27,7 @@ import yaml
 from ray import serve
 from ray.serve._private.common import DeploymentID
 from ray.serve.config import HTTPOptions, ProxyLocation
-from stand_in import StandIn, free_port
+from stand_in import StandIn
 
 from tidegate.arbiter.client import ACTOR_NAME, NAMESPACE
 from tidegate.arbiter.messages import GatewayReport, Orders, ReplicaReport, Spillway, Weights
@@ -38,6 +38,7 @@ from tidegate.serve.ledger import RequestRow, read_rows, read_totals
 from tidegate.serve.router_registry import ROUTERS, PoolSeen
 from tidegate.serve.work import PoolBusyError, Size
 from tidegate.spec.load import load_model
+from tidegate.testing.local_cluster import free_port
 from tidegate.train.config import RunConfig
 from tidegate.train.export import write_export
 from tidegate.train.model import seeded
