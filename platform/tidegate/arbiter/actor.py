@@ -19,6 +19,7 @@ from tidegate.arbiter.journal import FileJournal
 from tidegate.arbiter.loop import ArbiterLoop
 from tidegate.arbiter.messages import (
     ClaimSpec,
+    GangOrders,
     GangReport,
     GatewayReport,
     Grant,
@@ -74,9 +75,10 @@ class Arbiter:
         if before is None or [v.rule for v in before.verdicts] != [v.rule for v in report.verdicts]:
             self._wake.set()
 
-    async def report_gang(self, report: GangReport) -> None:
-        self._loop.report_gang(report)
+    async def report_gang(self, report: GangReport) -> GangOrders:
+        orders = self._loop.report_gang(report)
         self._wake.set()
+        return orders
 
     async def report_replica(self, app: str, report: ReplicaReport) -> Weights | None:
         return self._loop.report_replica(app, report)

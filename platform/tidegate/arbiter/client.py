@@ -13,6 +13,7 @@ import ray
 from tidegate.arbiter.decide import Forecast
 from tidegate.arbiter.messages import (
     ClaimSpec,
+    GangOrders,
     GangReport,
     GatewayReport,
     Grant,
@@ -53,8 +54,10 @@ class ArbiterClient:
         weights: Weights | None = await self._ask("report_replica", app, report)
         return weights
 
-    async def report_gang(self, report: GangReport) -> None:
-        await self._ask("report_gang", report)
+    async def report_gang(self, report: GangReport) -> GangOrders:
+        """A gang's report; the answer is what it does next."""
+        orders: GangOrders = await self._ask("report_gang", report)
+        return orders
 
     # A run
 

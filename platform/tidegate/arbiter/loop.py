@@ -14,6 +14,7 @@ from tidegate.arbiter.journal import Journal, is_about
 from tidegate.arbiter.messages import (
     Action,
     ClaimSpec,
+    GangOrders,
     GangReport,
     GatewayReport,
     HealthReport,
@@ -135,7 +136,7 @@ class ArbiterLoop:
         self.gateways[report.gateway] = report
         return self.book.orders
 
-    def report_gang(self, report: GangReport) -> None:
+    def report_gang(self, report: GangReport) -> GangOrders:
         before = self.gangs.get(report.claim)
         self.gangs[report.claim] = report
         if before is None or (before.phase, before.gang_generation) != (report.phase, report.gang_generation):
@@ -148,6 +149,7 @@ class ArbiterLoop:
                     + (f"; {report.reason}" if report.reason else ""),
                 )
             )
+        return GangOrders(grant=self.book.claims[report.claim].grant)
 
     def forecast(self, spec: ClaimSpec) -> Forecast:
         """What would become of this claim; raises as `file` does."""

@@ -167,8 +167,16 @@ class ClaimSpec:
     """The gang goes on with as few as this when GPUs are evicted."""
     owner: str
     """Who asked, e.g. the Ray job's submission id."""
+    gpus_per_node: int | None = None
+    """The gang's shape: only nodes that give at least so many fit GPUs; None = whatever each node gives."""
+    one_domain: bool = False
+    """All nodes must lie in one network domain (node label `tidegate/domain`)."""
     deadline_s: float | None = None
-    """Overrides `claims.deadline_s`."""
+    """From its turn to its grant, else the claim is undone. Overrides `claims.deadline_s`."""
+    drain_deadline_s: float | None = None
+    """What in-flight requests on its GPUs may still take. Overrides `serving.drain_deadline_s`."""
+    patience_s: float | None = None
+    """Undone when its turn has not come after this long in the queue; None = it waits for ever."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,6 +210,21 @@ class GangPhase(StrEnum):
     FINISHING = "finishing"
     FINISHED = "finished"
     FAILED = "failed"
+    LEFT = "left"
+    """Saved and left as asked (preempted); it goes on with its next grant."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GangOrders:
+    """What a gang does until it hears otherwise: the arbiter's answer to each of its reports. Level-triggered."""
+
+    grant: Grant | None
+    """The newest. One of a later generation than the gang's own means: with the same placement group, use its GPUs
+    from the next checkpoint on (a cooled GPU has come back); with another, form again on its nodes."""
+    leave: str | None = None
+    """Save, then leave the GPUs: why (a stronger claim, a person)."""
+    leave_by_s: float | None = None
+    """When they are taken, saved or not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,6 +240,12 @@ class GangReport:
     pids: tuple[int | None, ...] = ()
     """Process of each rank on its node; None while it starts."""
     loss: float | None = None
+    committed_step: int = -1
+    """Newest step that is safe in a checkpoint; -1 for none."""
+    committed_at_s: float | None = None
+    """When it became so: the work that a preemption would lose is what came after."""
+    grant_generation: Generation | None = None
+    """Of the grant that the gang stands on."""
     reason: str | None = None
     """Of a failure, or of the newest restart."""
 

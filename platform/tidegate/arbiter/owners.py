@@ -18,6 +18,7 @@ _OF_PHASE: Mapping[GangPhase, Owner] = {
     GangPhase.FINISHING: Owner.FINISHING,
     GangPhase.FINISHED: Owner.FINISHING,
     GangPhase.FAILED: Owner.FINISHING,
+    GangPhase.LEFT: Owner.FINISHING,
 }
 
 
