@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
-from tidegate.arbiter.book import Claim, ClaimState
+from tidegate.arbiter.book import Claim, ClaimState, Evict
 from tidegate.arbiter.journal import MemoryJournal
 from tidegate.arbiter.loop import ArbiterLoop
 from tidegate.arbiter.messages import (
@@ -12,10 +13,10 @@ from tidegate.arbiter.messages import (
     CanaryResult,
     ClaimSpec,
     GangPhase,
-    GangReport,
     GatewayReport,
     GpuSeen,
     HealthReport,
+    ProviderSeen,
     Verdict,
     When,
 )
@@ -24,6 +25,7 @@ from tidegate.spec.policy import Policy, ProviderSpec
 from tidegate.telemetry.goodput import SpanBook
 from tidegate.testing.fake_clock import FakeClock
 from tidegate.testing.fake_fleet import CrashedError, FakeFleet
+from tidegate.testing.fake_gang import FakeGang
 
 NODES = tuple(NodeId(letter * 56) for letter in "abc")
 WITH_PROVIDER = Policy(providers=(ProviderSpec(name="out", base_url="http://127.0.0.1:1/v1"),))
@@ -57,9 +59,16 @@ class Story:
     journal: MemoryJournal = field(default_factory=MemoryJournal)
     provider_works: bool = True
     gateway_follows: bool = True
+    gateway_says: dict[str, Any] = field(default_factory=dict)
+    """What else its reports carry."""
     hot: set[GpuId] = field(default_factory=set)
     lost: set[GpuId] = field(default_factory=set)
+    memory: dict[GpuId, tuple[int | None, int | None]] = field(default_factory=dict)
+    """Used bytes and listed processes."""
     phases: dict[ClaimId, GangPhase] = field(default_factory=dict)
+    """Gangs that report: RUNNING = as the gang itself goes on, any other phase is forced on it."""
+    gangs: dict[ClaimId, FakeGang] = field(default_factory=dict)
+    _heard: list[Evict] = field(default_factory=list)
     crashes: int = 0
     loop: ArbiterLoop = field(init=False)
 
@@ -94,6 +103,16 @@ class Story:
     def file(self, spec: ClaimSpec) -> ClaimId:
         return self.loop.file(spec)
 
+    def gang(self, claim: ClaimId) -> FakeGang:
+        """The claim's gang; it works once `phases` names it."""
+        return self.gangs.setdefault(claim, FakeGang(claim=claim))
+
+    def train(self, claim: ClaimId) -> None:
+        """Let the gang make its first step."""
+        self.until(claim, ClaimState.GRANTED)
+        self.phases[claim] = GangPhase.RUNNING
+        self.until(claim, ClaimState.RUNNING)
+
     def reasons(self, kind: str) -> list[str]:
         return [entry.reason for entry in self.journal.entries if entry.kind == kind]
 
@@ -113,26 +132,21 @@ class Story:
                 ),
             )
         acked = orders.generation if self.gateway_follows else Generation(0)
-        gateway = GatewayReport(gateway=GatewayId("g1"), at_s=now_s, acked=acked, canaries=canaries)
+        state = "open" if self.provider_works else "suspect"
+        provider = ProviderSeen(name=ProviderName("out"), state=state, ongoing=0, slots=8, price_per_image_usd=0.01)
+        said = {"providers": (provider,), "local_busy_replicas": 6.0, **self.gateway_says}
+        gateway = GatewayReport(gateway=GatewayId("g1"), at_s=now_s, acked=acked, canaries=canaries, **said)
         self.loop.exchange(gateway)
         for node, slots in self.fleet.slots.items():
             self.loop.health[node] = self._health(node, slots, now_s)
         for claim, phase in self.phases.items():
-            held = self.loop.book.claims[claim]
-            ranks = tuple(g for n in held.grant.nodes for g in n.gpus if g not in self.hot) if held.grant else ()
-            told = {move.gpu for move in self.fleet.evicted}
-            standing = tuple(g for n in held.grant.nodes for g in n.gpus if g not in told) if held.grant else ranks
-            self.loop.report_gang(
-                GangReport(
-                    claim=claim,
-                    at_s=now_s,
-                    phase=phase,
-                    gang_generation=Generation(1),
-                    step=5,
-                    world_size=len(standing),
-                    gpus=standing,
-                )
-            )
+            gang = self.gang(claim)
+            if phase is not GangPhase.RUNNING or gang.ended:
+                gang.phase = phase
+            for move in self.fleet.evicted[len(self._heard) :]:
+                self._heard.append(move)
+                self.gang(move.claim).evict(move)
+            gang.hear(self.loop.report_gang(gang.report(now_s)), now_s)
 
     def _health(self, node: NodeId, slots: int, now_s: float) -> HealthReport:
         verdicts = [
@@ -141,8 +155,19 @@ class Story:
             for index in range(slots)
             if gpu(node, index) in which
         ]
-        gpus = tuple(GpuSeen(uuid=gpu(node, index), index=index, temperature_celsius=61.0) for index in range(slots))
-        return HealthReport(node=node, at_s=now_s, gpus=gpus, verdicts=tuple(verdicts))
+        gpus = []
+        for index in range(slots):
+            memory_bytes, processes = self.memory.get(gpu(node, index), (None, None))
+            gpus.append(
+                GpuSeen(
+                    uuid=gpu(node, index),
+                    index=index,
+                    temperature_celsius=61.0,
+                    memory_used_bytes=memory_bytes,
+                    processes=processes,
+                )
+            )
+        return HealthReport(node=node, at_s=now_s, gpus=tuple(gpus), verdicts=tuple(verdicts))
 
 
 def verdict(node: NodeId, on: GpuId, now_s: float, *, lost: bool) -> Verdict:

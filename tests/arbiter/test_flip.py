@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from story import NODES, Story, ask, gpu
 
-from tidegate.arbiter.book import Advance, ClaimState, CreateGroup, Evict, RemoveGroup, Route, SetTarget
+from tidegate.arbiter.book import (
+    Advance,
+    ClaimState,
+    CreateGroup,
+    RemoveGroup,
+    Route,
+    SetTarget,
+    StopReplicas,
+    group_name,
+)
+from tidegate.arbiter.drain import STOP_REPEAT_S
 from tidegate.arbiter.messages import GangPhase, Spillway
 from tidegate.errors import ClaimNeverFitsError
 from tidegate.ids import ClaimId, NodeId, pool_name
@@ -111,11 +122,39 @@ def test_a_drain_that_never_ends_is_undone_and_serving_stays(story: Story) -> No
     assert story.loop.book.orders.spillway is Spillway.CLOSED
 
 
-def test_a_replica_that_will_not_stop_undoes_the_flip_and_the_spillway_closes_when_all_are_home(story: Story) -> None:
+def test_what_is_in_flight_past_the_drains_deadline_is_cut_off(story: Story) -> None:
+    """Its gateway has it answered by a provider."""
     story.fleet.stuck.add(NODES[0])
+    claim = story.file(replace(ask(), drain_deadline_s=4.0))
+    story.until(claim, ClaimState.DRAINING)
+    story.until(claim, ClaimState.GRANTED)
+    stop = next(move for move in story.journal.moves if isinstance(move, StopReplicas))
+    assert stop.pools == (pool_name(NODES[0]),)
+    lowered = min(m.at_s for m in story.journal.moves if isinstance(m, SetTarget) and m.claim == claim)
+    assert 4.0 <= stop.at_s - lowered < 4.5
+
+
+def test_serves_own_drain_deadline_is_the_longest(story: Story) -> None:
+    story.fleet.stuck.add(NODES[0])
+    claim = story.file(replace(ask(), drain_deadline_s=50.0))
+    story.until(claim, ClaimState.GRANTED)
+    stop = next(move for move in story.journal.moves if isinstance(move, StopReplicas))
+    lowered = min(m.at_s for m in story.journal.moves if isinstance(m, SetTarget) and m.claim == claim)
+    assert stop.at_s - lowered < story.policy.serving.drain_deadline_s + 0.5
+
+
+def test_a_replica_that_nothing_stops_undoes_the_flip_and_the_spillway_closes_when_all_are_home(story: Story) -> None:
+    story.fleet.frozen.add(NODES[0])
     claim = story.file(ask())
     story.until(claim, ClaimState.UNDONE)
+    stops = [move.at_s for move in story.journal.moves if isinstance(move, StopReplicas)]
+    assert len(stops) > 5, "it was not tried again"
+    assert min(after - before for before, after in pairwise(stops)) >= STOP_REPEAT_S
     assert [pool.running for pool in story.fleet.pools.values()] == [2, 0, 0]
+    story.tick(50)
+    assert [pool.running for pool in story.fleet.pools.values()] == [2, 2, 2], "the others did not come home"
+    assert story.loop.book.orders.spillway is Spillway.OPEN
+    story.fleet.frozen.clear()
     for _ in range(100):
         if story.loop.book.orders.spillway is Spillway.CLOSED:
             break
@@ -123,13 +162,31 @@ def test_a_replica_that_will_not_stop_undoes_the_flip_and_the_spillway_closes_wh
     assert [pool.running for pool in story.fleet.pools.values()] == [2, 2, 2]
 
 
-def test_a_node_lost_while_draining_undoes_the_claim(story: Story) -> None:
+def test_a_node_lost_while_draining_is_done_without(story: Story) -> None:
     story.gateway_follows = False
     claim = story.file(ask())
     story.until(claim, ClaimState.DRAINING)
-    del story.fleet.slots[NODES[2]], story.fleet.pools[NODES[2]]
-    story.until(claim, ClaimState.UNDONE)
+    story.fleet.lose(NODES[2])
+    story.tick()
+    assert story.claim(claim).nodes == NODES[:2]
     assert "is gone" in story.claim(claim).reason
+    story.gateway_follows = True
+    story.train(claim)
+
+
+def test_a_node_lost_while_draining_below_the_minimum_queues_the_claim(story: Story) -> None:
+    story.gateway_follows = False
+    claim = story.file(ask(gpus=6, at_least=5))
+    story.until(claim, ClaimState.DRAINING)
+    story.fleet.lose(NODES[2])
+    story.tick()
+    assert (story.claim(claim).state, story.claim(claim).nodes) == (ClaimState.QUEUED, ())
+    story.gateway_follows = True
+    story.tick(20)
+    assert story.fleet.groups == {}
+    assert [pool.running for pool in story.fleet.pools.values()] == [2, 2]
+    story.fleet.join(NODES[2], 2)
+    story.train(claim)
 
 
 def test_replicas_come_home_in_steps(story: Story) -> None:
@@ -284,12 +341,12 @@ def test_a_released_claim_is_undone_before_and_returns_after(story: Story) -> No
     story.provider_works = False
     early = story.file(ask("early"))
     story.tick(5)
-    story.loop.releases[early] = "changed my mind"
+    story.loop.release(early, "changed my mind")
     story.until(early, ClaimState.UNDONE)
     story.provider_works = True
     late = story.file(ask("late"))
     story.until(late, ClaimState.GRANTED)
-    story.loop.releases[late] = "changed my mind again"
+    story.loop.release(late, "changed my mind again")
     story.until(late, ClaimState.DONE)
     assert story.fleet.groups == {}
 
@@ -339,14 +396,17 @@ def test_every_reason_is_said_once(story: Story) -> None:
 def test_evictions_and_groups_are_told_again_when_they_got_lost(story: Story) -> None:
     claim = story.file(ask())
     train(story, claim)
+    story.gang(claim).obeys = False  # the order never arrives
+    story.gang(claim).checkpoint_every_s = None
     story.hot.add(gpu(NODES[0], 0))
-    story.tick(2)
-    story.fleet.evicted.clear()  # the order never arrived
-    story.tick(20)
-    assert any(isinstance(move, Evict) for move in story.fleet.evicted)
+    story.tick(4)
+    assert len(story.fleet.evicted) == 1
+    story.tick(12)
+    assert len(story.fleet.evicted) == 2, "told once, and again after two seconds"
+    story.gang(claim).obeys = True
     story.phases[claim] = GangPhase.FINISHED
     story.until(claim, ClaimState.DONE)
-    story.fleet.groups[claim] = story.claim(claim).nodes  # as if its removal had been lost
+    story.fleet.groups[group_name(story.claim(claim))] = story.claim(claim).nodes  # as if its removal had been lost
     story.tick(3)
     assert story.fleet.groups == {}
     assert any(isinstance(move, RemoveGroup) for move in story.fleet.applied)

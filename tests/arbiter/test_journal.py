@@ -2,11 +2,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from story import Story, ask
+from story import NODES, Story, ask
 
 from tidegate.arbiter.book import ClaimState
 from tidegate.arbiter.journal import FileJournal, is_about
-from tidegate.arbiter.messages import GangPhase, JournalEntry
+from tidegate.arbiter.messages import GangPhase, JournalEntry, ReplicaReport
+from tidegate.ids import pool_name
 
 
 def whole_flip(path: Path) -> Story:
@@ -42,6 +43,20 @@ def test_why_finds_a_claim_a_node_and_a_pool(tmp_path: Path) -> None:
     states = [entry.data["to"] for entry in journal.about("run") if entry.kind == "advance"]
     assert states == ["proving", "draining", "granted", "returning", "done"]
     assert {entry.kind for entry in journal.about("aaaaaa")} >= {"set_target", "create_group"}
+
+
+def test_why_of_a_replica_tells_of_its_pools_targets_too(tmp_path: Path) -> None:
+    story = whole_flip(tmp_path / "journal.jsonl")
+    pool = pool_name(NODES[0])
+    for name, at in (("abcd1234", pool), ("wxyz1234", pool), ("other123", pool_name(NODES[1]))):
+        story.loop.report_replica("images", ReplicaReport(replica=name, at_s=1.0, serving_version=0, pool=at))
+    journal = FileJournal(tmp_path / "journal.jsonl")
+    told = journal.about("abcd1234")
+    assert [entry.subjects for entry in told if entry.kind == "replica"] == [("images", "abcd1234", pool)]
+    targets = [entry.data["pool"] for entry in told if entry.kind == "set_target"]
+    assert targets
+    assert set(targets) == {pool}
+    assert {entry.kind for entry in journal.about("images")} == {"publish", "replica"}, "an application is no replica"
 
 
 def test_what_a_person_types() -> None:

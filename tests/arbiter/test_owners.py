@@ -10,9 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from story import NODES, Story, ask, gpu
 
-from tidegate.arbiter.book import ClaimState
-from tidegate.arbiter.messages import GangPhase
+from tidegate.arbiter.book import Advance, Book, ClaimState, File, Give, Join, apply
+from tidegate.arbiter.messages import GangPhase, GangReport, Grant, GrantedNode
 from tidegate.arbiter.owners import owners
+from tidegate.arbiter.view import NodeSeen, PoolSeen, View
+from tidegate.ids import ClaimId, Generation, pool_name
 from tidegate.telemetry.goodput import Owner, Span, SpanBook, fractions, gpu_seconds, read_spans, refine
 
 
@@ -54,6 +56,56 @@ def test_the_owners_of_a_flip() -> None:
     story.until(claim, ClaimState.DONE)
     story.tick()
     assert now(story) == {"serving_idle": 6}
+
+
+def of_a_run(*states: ClaimState, phase: GangPhase, pool: PoolSeen | None = None, joins: bool = False) -> list[str]:
+    """Owners of a node's two GPUs when a claim on it has come to the last of `states`."""
+    node = NodeSeen(id=NODES[0], address="", gpu_slots=2, free_gpu_slots=2)
+    other = NodeSeen(id=NODES[1], address="", gpu_slots=2, free_gpu_slots=2)
+    claim = ClaimId("run")
+    book = apply(Book(), File(claim=claim, spec=ask(), at_s=1.0))
+    for state in states:
+        first = (NODES[1],) if joins else (NODES[0],)
+        nodes = first if state is ClaimState.DRAINING else None
+        book = apply(book, Advance(claim=claim, to=state, reason="", at_s=2.0, nodes=nodes))
+        if state is ClaimState.GRANTED:
+            granted = tuple(GrantedNode(node=n, address="", gpus=()) for n in first)
+            grant = Grant(claim=claim, generation=Generation(9), placement_group="g", gpus_per_node=2, nodes=granted)
+            book = apply(book, Give(claim=claim, grant=grant))
+    if joins:
+        book = apply(book, Join(claim=claim, nodes=(NODES[0],), freed=False, reason="", at_s=3.0))
+    report = GangReport(claim=claim, at_s=3.0, phase=phase, gang_generation=Generation(1), step=5, world_size=2)
+    seen = View(
+        nodes={node.id: node, other.id: other},
+        pools={pool.name: pool} if pool is not None else {},
+        groups={},
+        gateways={},
+        health={},
+        gangs={claim: report},
+    )
+    found = owners(book, seen)
+    return [str(owner) for gpu, owner in found.items() if gpu.startswith(NODES[0][:12])]
+
+
+TO_RUNNING = (ClaimState.DRAINING, ClaimState.GRANTED, ClaimState.RUNNING)
+
+
+def test_a_run_that_was_asked_to_leave_is_finishing() -> None:
+    for phase in (GangPhase.RUNNING, GangPhase.FINISHING, GangPhase.LEFT):
+        assert of_a_run(*TO_RUNNING, ClaimState.PREEMPTED, phase=phase) == ["finishing"] * 2
+
+
+def test_a_gang_that_forms_again_restarts_and_serving_drains() -> None:
+    again = (*TO_RUNNING, ClaimState.DRAINING)
+    assert of_a_run(*again, phase=GangPhase.RESTARTING) == ["restarting"] * 2
+    pool = PoolSeen(name=pool_name(NODES[0]), target=0, running=1, starting=0, stopping=0)
+    assert of_a_run(*again, phase=GangPhase.RESTARTING, pool=pool) == ["draining", "restarting"]
+    assert of_a_run(ClaimState.DRAINING, phase=GangPhase.FORMING) == ["draining"] * 2, "it never ran"
+
+
+def test_a_node_that_is_freed_for_a_running_gang_waits_for_it() -> None:
+    pool = PoolSeen(name=pool_name(NODES[0]), target=0, running=1, starting=0, stopping=0)
+    assert of_a_run(*TO_RUNNING, phase=GangPhase.RUNNING, pool=pool, joins=True) == ["draining", "forming"]
 
 
 def test_spans_add_up_to_all_gpu_seconds() -> None:

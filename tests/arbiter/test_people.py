@@ -9,7 +9,7 @@ from tidegate.arbiter.book import OPERATOR_RULE, ClaimState, Pardon
 from tidegate.arbiter.messages import GangPhase
 from tidegate.arbiter.view import tier_of
 from tidegate.errors import ClaimNeverFitsError, UnknownSubjectError
-from tidegate.ids import ClaimId, Tier
+from tidegate.ids import ClaimId, Tier, pool_name
 
 
 @pytest.fixture
@@ -61,6 +61,25 @@ def test_a_person_takes_a_gpu_out_and_only_a_person_gives_it_back(story: Story) 
     assert story.loop.book.quarantines == {}
     assert story.fleet.pools[NODES[2]].running == 2
     assert any(isinstance(move, Pardon) for move in story.fleet.applied), "the agent was not told"
+
+
+def test_a_gpu_that_is_good_for_nothing_serves_nothing(story: Story) -> None:
+    """No claim is there: its pool has one replica less until the GPU is well again."""
+    story.loop.quarantine(gpu(NODES[2], 0), Tier.NONE, "smells burnt")
+    story.tick(10)
+    assert [story.fleet.pools[node].running for node in NODES] == [2, 2, 1]
+    assert story.loop.book.orders.allowances[pool_name(NODES[2])] == 1
+    assert "1 of its GPUs are good for serving" in story.reasons("set_target")
+    story.loop.quarantine(gpu(NODES[1], 0), Tier.SERVE, "warm")
+    story.tick(10)
+    assert [story.fleet.pools[node].running for node in NODES] == [2, 2, 1], "warm ones may serve"
+    story.loop.quarantine(NODES[0], Tier.NONE, "cable swap")
+    story.tick(10)
+    assert [story.fleet.pools[node].running for node in NODES] == [0, 2, 1]
+    for subject in (gpu(NODES[2], 0), NODES[0]):
+        story.loop.pardon(subject, "swapped")
+    story.tick(20)
+    assert [story.fleet.pools[node].running for node in NODES] == [2, 2, 2]
 
 
 def test_a_person_takes_a_whole_node_out_by_its_name(story: Story) -> None:

@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import ray
 from ray.util.metrics import Gauge
 
-from tidegate.arbiter.book import ENDED, Claim, ClaimState
-from tidegate.arbiter.client import ACTOR_NAME, NAMESPACE
+from tidegate.arbiter import purse
+from tidegate.arbiter.book import ENDED, ClaimState
+from tidegate.arbiter.client import ACTOR_NAME, NAMESPACE, ON_HEAD
 from tidegate.arbiter.decide import Forecast
-from tidegate.arbiter.journal import FileJournal
+from tidegate.arbiter.journal import JOURNAL, FileJournal
 from tidegate.arbiter.loop import ArbiterLoop
 from tidegate.arbiter.messages import (
     ClaimSpec,
@@ -31,18 +30,14 @@ from tidegate.arbiter.messages import (
     Weights,
 )
 from tidegate.arbiter.on_ray import RayFleet
-from tidegate.arbiter.owners import owners
-from tidegate.arbiter.view import gpus_of, tier_of
+from tidegate.arbiter.status import status_of
 from tidegate.clock import SystemClock
 from tidegate.errors import ClaimUndoneError
 from tidegate.ids import ClaimId, Tier
 from tidegate.spec.policy import Policy
-from tidegate.telemetry.goodput import Owner, SpanBook
+from tidegate.telemetry.goodput import SPANS, Owner, SpanBook
 
 log = logging.getLogger(__name__)
-
-JOURNAL = "journal.jsonl"
-SPANS = "gpu_owners.jsonl"
 
 
 class Arbiter:
@@ -51,6 +46,7 @@ class Arbiter:
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         state = policy.arbiter.state_path
+        state.mkdir(parents=True, exist_ok=True)
         self._loop = ArbiterLoop(
             fleet=RayFleet(app=policy.serving.app),
             clock=SystemClock(),
@@ -92,7 +88,7 @@ class Arbiter:
         deadline = asyncio.get_running_loop().time() + wait_s
         while True:
             found = self._loop.claim(claim)
-            if found.state is ClaimState.UNDONE:
+            if found.state in (ClaimState.RETURNING, *ENDED):  # nothing will ever come
                 raise ClaimUndoneError(claim, found.reason)
             if found.grant is not None or asyncio.get_running_loop().time() > deadline:
                 return found.grant
@@ -125,49 +121,7 @@ class Arbiter:
     async def status(self) -> dict[str, Any]:
         """All that `tidegate status` shows, as plain values."""
         loop = self._loop
-        view, book = loop.view(), loop.book
-        owned = owners(book, view)
-        nodes = []
-        for node in sorted(view.nodes.values(), key=lambda node: (node.name, node.id)):
-            gpus = [
-                {
-                    "gpu": gpu.uuid,
-                    "index": gpu.index,
-                    "temperature_celsius": gpu.temperature_celsius,
-                    "tensor_active_ratio": gpu.tensor_active_ratio,
-                    "owner": owned.get(gpu.uuid, Owner.FREE),
-                    "tier": tier_of(book, node.id, gpu.uuid),
-                }
-                for gpu in gpus_of(view, node)
-            ]
-            health = view.health.get(node.id)
-            nodes.append(
-                {
-                    "node": node.id,
-                    "name": node.name,
-                    "address": node.address,
-                    "gpus": gpus,
-                    "source_error": health.source_error if health is not None else "no agent reports",
-                }
-            )
-        return {
-            "at_s": SystemClock().now_s(),
-            "nodes": nodes,
-            "claims": [_claim_row(claim) for claim in book.claims.values()],
-            "gangs": [asdict(gang) for gang in view.gangs.values()],
-            "pools": [asdict(pool) for pool in view.pools.values()],
-            "gateways": [asdict(gateway) for gateway in view.gateways.values()],
-            "spillway": book.orders.spillway,
-            "orders_generation": book.orders.generation,
-            "weights": {app: asdict(weights) for app, weights in book.weights.items()},
-            "replicas": [asdict(replica) for replica in view.replicas.values()],
-            "quarantines": [
-                {"since_s": quarantine.since_s, **asdict(quarantine.verdict)}
-                for quarantine in book.quarantines.values()
-            ],
-            "reason": loop.decision.reason,
-            "state_dir": str(self._policy.arbiter.state_path),
-        }
+        return status_of(loop.book, loop.view(), self._policy, loop.decision.reason, SystemClock().now_s())
 
     def _run(self) -> None:
         while True:
@@ -189,39 +143,29 @@ class _Gauges:
         self._gpus = Gauge("tidegate_gpus", "GPUs by owner", tag_keys=("owner",))
         self._spillway = Gauge("tidegate_spillway_open", "1 while overflow goes out at once")
         self._claims = Gauge("tidegate_claims", "Open claims by state", tag_keys=("state",))
+        self._spent = Gauge("tidegate_spill_spent_usd", "Paid to providers in this hour or day", tag_keys=("period",))
+        self._held_back = Gauge("tidegate_findings_held_back", "Verdicts that the fleet brake keeps back")
 
     def show(self, loop: ArbiterLoop) -> None:
         for span in loop.current_spans():
             for owner in Owner:
                 self._gpus.set(sum(1 for held in span.owners.values() if held is owner), {"owner": str(owner)})
         self._spillway.set(1.0 if loop.book.orders.spillway == "open" else 0.0)
+        spent = purse.spent(loop.book.purse, loop.gateways, loop.clock.now_s())
+        self._spent.set(spent.hour_usd, {"period": "hour"})
+        self._spent.set(spent.day_usd, {"period": "day"})
+        self._held_back.set(len(loop.book.held_back))
         for state in ClaimState:
             if state not in ENDED:
                 count = sum(1 for claim in loop.book.claims.values() if claim.state is state)
                 self._claims.set(count, {"state": str(state)})
 
 
-def _claim_row(claim: Claim) -> dict[str, object]:
-    """One claim as `tidegate status --json` shows it."""
-    return {
-        "claim": claim.id,
-        "state": str(claim.state),
-        "reason": claim.reason,
-        "owner": claim.spec.owner,
-        "class": claim.spec.claim_class,
-        "filed_at_s": claim.filed_at_s,
-        "since_s": claim.since_s,
-        "nodes": list(claim.nodes),
-        "gpus": [gpu for node in claim.grant.nodes for gpu in node.gpus] if claim.grant else [],
-    }
-
-
 def start_arbiter(policy: Policy) -> Any:
-    """Start the arbiter on this node, or find the one that runs; idempotent.
+    """Start the arbiter on the head, or find the one that runs; idempotent.
 
-    Detached and restarted for ever: it outlives whoever started it.
+    Detached and restarted for ever: it outlives whoever started it, and comes back with a restarted head.
     """
-    Path(policy.arbiter.state_path).mkdir(parents=True, exist_ok=True)
     return (
         ray.remote(Arbiter)
         .options(
@@ -233,7 +177,7 @@ def start_arbiter(policy: Policy) -> Any:
             max_task_retries=0,
             num_cpus=0,
             max_concurrency=1000,
-            label_selector={"ray.io/node-id": ray.get_runtime_context().get_node_id()},
+            resources=ON_HEAD,
         )
         .remote(policy)
     )

@@ -1,69 +1,86 @@
-"""What the arbiter has decided so far, and the moves that change it.
-
-`Book` is rebuilt by replaying the journal's moves in order, so a move carries everything that it changes. Pure.
-"""
+"""What the arbiter has decided so far: rebuilt by replaying the journal's moves in order. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
-from typing import Literal, TypeAlias, assert_never
+from functools import cached_property
+from typing import assert_never
 
-from tidegate.arbiter.messages import ClaimSpec, Grant, Orders, Spillway, Verdict, Weights
-from tidegate.ids import ClaimId, Generation, GpuId, NodeId, PoolName
+from tidegate.arbiter.claim import NO_GENERATION, Claim, IllegalMoveError, advanced, group_name, joined
+from tidegate.arbiter.messages import Orders, Spillway, Verdict, Weights
+from tidegate.arbiter.moves import (
+    OPERATOR_RULE,
+    Advance,
+    Brake,
+    CreateGroup,
+    Evict,
+    File,
+    Give,
+    Hold,
+    Impose,
+    Join,
+    Lift,
+    Move,
+    Pardon,
+    Probe,
+    Publish,
+    Release,
+    RemoveGroup,
+    Route,
+    SetTarget,
+    Shed,
+    Spend,
+    StopReplicas,
+    Unbrake,
+    hold_of,
+    reason,
+    subjects,
+)
+from tidegate.arbiter.purse import Purse, count
+from tidegate.arbiter.states import ENDED, HOLDING, NEXT, ClaimState
+from tidegate.ids import ClaimId, Generation, NodeId, PoolName
 
-NO_GENERATION = Generation(0)
-
-
-class ClaimState(StrEnum):
-    QUEUED = "queued"
-    PROVING = "proving"
-    DRAINING = "draining"
-    GRANTED = "granted"
-    RUNNING = "running"
-    RETURNING = "returning"
-    DONE = "done"
-    UNDONE = "undone"
-
-
-NEXT: Mapping[ClaimState, frozenset[ClaimState]] = {
-    ClaimState.QUEUED: frozenset({ClaimState.PROVING, ClaimState.DRAINING, ClaimState.UNDONE}),
-    ClaimState.PROVING: frozenset({ClaimState.DRAINING, ClaimState.QUEUED, ClaimState.UNDONE}),
-    ClaimState.DRAINING: frozenset({ClaimState.GRANTED, ClaimState.UNDONE}),
-    ClaimState.GRANTED: frozenset({ClaimState.RUNNING, ClaimState.RETURNING, ClaimState.UNDONE}),
-    ClaimState.RUNNING: frozenset({ClaimState.RETURNING}),
-    ClaimState.RETURNING: frozenset({ClaimState.DONE}),
-    ClaimState.DONE: frozenset(),
-    ClaimState.UNDONE: frozenset(),
-}
-"""Every edge a claim may take. Undone is reached only by a claim that never ran."""
-
-HOLDING = frozenset({ClaimState.DRAINING, ClaimState.GRANTED, ClaimState.RUNNING})
-"""States in which a claim's nodes are closed to everybody else."""
-
-ENDED = frozenset({ClaimState.DONE, ClaimState.UNDONE})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
-    id: ClaimId
-    spec: ClaimSpec
-    filed_at_s: float
-    state: ClaimState = ClaimState.QUEUED
-    since_s: float
-    """When it entered its state."""
-    reason: str = "filed"
-    nodes: tuple[NodeId, ...] = ()
-    """Chosen when draining begins."""
-    canary: str | None = None
-    """The newest canary sent for this claim."""
-    canary_at_s: float = 0.0
-    orders_generation: Generation = NO_GENERATION
-    """The orders that gateways must follow before replicas may be stopped for this claim."""
-    grant: Grant | None = None
-    evicted_at_s: Mapping[str, float] = field(default_factory=dict)
-    """GPUs (or whole nodes) that the gang was told to leave, and when last."""
+__all__ = [
+    "ENDED",
+    "HOLDING",
+    "NEXT",
+    "OPERATOR_RULE",
+    "Advance",
+    "Book",
+    "Brake",
+    "Claim",
+    "ClaimState",
+    "CreateGroup",
+    "Evict",
+    "File",
+    "Give",
+    "HeldBack",
+    "Hold",
+    "IllegalMoveError",
+    "Impose",
+    "Join",
+    "Lift",
+    "Move",
+    "Pardon",
+    "Probe",
+    "Publish",
+    "Quarantine",
+    "Release",
+    "RemoveGroup",
+    "Route",
+    "SetTarget",
+    "Shed",
+    "Spend",
+    "StopReplicas",
+    "Unbrake",
+    "apply",
+    "group_name",
+    "hold_of",
+    "reason",
+    "replay",
+    "subjects",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,28 +91,38 @@ class Quarantine:
     since_s: float
 
 
-Hold: TypeAlias = tuple[NodeId, GpuId | None, str]
-"""Node, GPU (None = the node), rule."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldBack:
+    """A verdict that the fleet brake keeps from being carried out."""
 
-OPERATOR_RULE = "operator"
-"""The rule of a quarantine that a person imposed; only a person lifts it."""
+    verdict: Verdict
+    since_s: float
+    reason: str
 
 
-def hold_of(verdict: Verdict) -> Hold:
-    return verdict.node, verdict.gpu, verdict.rule
-
+IMPOSED_KEPT_S = 3600.0
+"""For how long the book remembers which nodes a rule took out: the longest window of a fleet brake."""
 
 FIRST_ORDERS = Orders(generation=NO_GENERATION, spillway=Spillway.CLOSED, allowances={})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # no slots: what follows from it is computed once, when first asked for
 class Book:
     claims: Mapping[ClaimId, Claim] = field(default_factory=dict)
     orders: Orders = FIRST_ORDERS
     targets: Mapping[PoolName, int] = field(default_factory=dict)
     raised_at_s: float = 0.0
     """When a pool's target was raised last."""
+    released_at_s: Mapping[NodeId, float] = field(default_factory=dict)
+    """When a claim gave a node back to serving, last."""
     quarantines: Mapping[Hold, Quarantine] = field(default_factory=dict)
+    imposed_at_s: Mapping[str, Mapping[NodeId, float]] = field(default_factory=dict)
+    """Rule -> nodes that it took out lately, and when last."""
+    held_back: Mapping[Hold, HeldBack] = field(default_factory=dict)
+    """A rule that is named here is braked."""
+    unbraked_at_s: Mapping[str, float] = field(default_factory=dict)
+    """Rule -> when a person let it go on."""
+    purse: Purse = field(default_factory=Purse)
     weights: Mapping[str, Weights] = field(default_factory=dict)
     generation: Generation = NO_GENERATION
     """Of the newest order of any kind."""
@@ -103,158 +130,24 @@ class Book:
     def open_claims(self) -> tuple[Claim, ...]:
         return tuple(claim for claim in self.claims.values() if claim.state not in ENDED)
 
+    @cached_property
+    def holders(self) -> Mapping[NodeId, Claim]:
+        """Who holds each node that is held. A preempted claim comes before its heir, which drains towards it."""
+        found: dict[NodeId, Claim] = {}
+        for claim in sorted(self.claims.values(), key=lambda claim: claim.state is not ClaimState.DRAINING):
+            found |= dict.fromkeys(claim.held, claim)
+        return found
+
+    @cached_property
+    def quarantined(self) -> Mapping[NodeId, tuple[Quarantine, ...]]:
+        """What stands against each node and its GPUs; nodes against which nothing stands are not named."""
+        found: dict[NodeId, tuple[Quarantine, ...]] = {}
+        for (node, _, _), quarantine in self.quarantines.items():
+            found[node] = (*found.get(node, ()), quarantine)
+        return found
+
     def holder_of(self, node: NodeId) -> Claim | None:
-        return next((c for c in self.claims.values() if c.state in HOLDING and node in c.nodes), None)
-
-
-# --- moves ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class File:
-    """Somebody filed a claim."""
-
-    kind: Literal["file"] = "file"
-    claim: ClaimId
-    spec: ClaimSpec
-    at_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Advance:
-    """A claim changes its state, or only its reason."""
-
-    kind: Literal["advance"] = "advance"
-    claim: ClaimId
-    to: ClaimState
-    reason: str
-    at_s: float
-    nodes: tuple[NodeId, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Probe:
-    """Ask the gateways for canaries on behalf of a claim."""
-
-    kind: Literal["probe"] = "probe"
-    claim: ClaimId
-    canary: str
-    at_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Route:
-    """New orders for the gateways."""
-
-    kind: Literal["route"] = "route"
-    spillway: Spillway
-    allowances: Mapping[PoolName, int]
-    reason: str
-    claim: ClaimId | None = None
-    """The claim that waits until these orders are followed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SetTarget:
-    kind: Literal["set_target"] = "set_target"
-    pool: PoolName
-    replicas: int
-    reason: str
-    at_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CreateGroup:
-    """Reserve the claim's nodes: a detached placement group, one bundle a node."""
-
-    kind: Literal["create_group"] = "create_group"
-    claim: ClaimId
-    nodes: tuple[NodeId, ...]
-    gpus_per_node: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RemoveGroup:
-    kind: Literal["remove_group"] = "remove_group"
-    claim: ClaimId
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Give:
-    """The grant's content, once its placement group is ready."""
-
-    kind: Literal["give"] = "give"
-    claim: ClaimId
-    grant: Grant
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Impose:
-    """Quarantine a GPU or a node."""
-
-    kind: Literal["impose"] = "impose"
-    verdict: Verdict
-    at_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lift:
-    kind: Literal["lift"] = "lift"
-    node: NodeId
-    gpu: GpuId | None
-    rule: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pardon:
-    """A person says that a GPU or a node is well: every quarantine on it ends, and its agent forgets."""
-
-    kind: Literal["pardon"] = "pardon"
-    node: NodeId
-    gpu: GpuId | None
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evict:
-    """Tell a gang that a GPU must leave it."""
-
-    kind: Literal["evict"] = "evict"
-    claim: ClaimId
-    node: NodeId
-    gpu: GpuId | None
-    reason: str
-    reading_at_s: float
-    at_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Publish:
-    kind: Literal["publish"] = "publish"
-    app: str
-    weights: Weights
-
-
-Move: TypeAlias = (
-    File
-    | Advance
-    | Probe
-    | Route
-    | SetTarget
-    | CreateGroup
-    | RemoveGroup
-    | Give
-    | Impose
-    | Lift
-    | Pardon
-    | Evict
-    | Publish
-)
-
-
-class IllegalMoveError(ValueError):
-    """A move that the state table does not allow: a bug in `decide`, or a journal from another version."""
+        return self.holders.get(node)
 
 
 def apply(book: Book, move: Move) -> Book:
@@ -265,10 +158,20 @@ def apply(book: Book, move: Move) -> Book:
     """
     match move:
         case File():
-            claim = Claim(id=move.claim, spec=move.spec, filed_at_s=move.at_s, since_s=move.at_s)
+            claim = Claim(
+                id=move.claim,
+                spec=move.spec,
+                filed_at_s=move.at_s,
+                since_s=move.at_s,
+                spill_usd_per_hour=move.spill_usd_per_hour,
+            )
             return replace(book, claims={**book.claims, claim.id: claim})
         case Advance():
-            return _with_claim(book, _advanced(book.claims[move.claim], move))
+            return _releasing(book, advanced(book.claims[move.claim], move), move.at_s)
+        case Release():
+            return _with_claim(book, replace(book.claims[move.claim], released=move.reason))
+        case Join():
+            return _releasing(book, joined(book.claims[move.claim], move), move.at_s)
         case Probe():
             orders = replace(book.orders, generation=_next(book), canary=move.canary)
             claim = replace(book.claims[move.claim], canary=move.canary, canary_at_s=move.at_s)
@@ -279,6 +182,7 @@ def apply(book: Book, move: Move) -> Book:
                 spillway=move.spillway,
                 allowances=dict(move.allowances),
                 canary=book.orders.canary,
+                over_budget=book.orders.over_budget,
             )
             book = replace(book, orders=orders, generation=orders.generation)
             if move.claim is None:
@@ -286,6 +190,8 @@ def apply(book: Book, move: Move) -> Book:
             return _with_claim(book, replace(book.claims[move.claim], orders_generation=orders.generation))
         case SetTarget():
             raised = move.replicas > book.targets.get(move.pool, 0)
+            if move.claim is not None and book.claims[move.claim].drains_since_s is None:
+                book = _with_claim(book, replace(book.claims[move.claim], drains_since_s=move.at_s))
             return replace(
                 book,
                 targets={**book.targets, move.pool: move.replicas},
@@ -301,20 +207,39 @@ def apply(book: Book, move: Move) -> Book:
             held = book.quarantines.get(hold)
             since_s = held.since_s if held else move.at_s
             return replace(
-                book, quarantines={**book.quarantines, hold: Quarantine(verdict=move.verdict, since_s=since_s)}
+                book,
+                quarantines={**book.quarantines, hold: Quarantine(verdict=move.verdict, since_s=since_s)},
+                imposed_at_s=book.imposed_at_s if held else _imposed(book, move),
+                held_back={other: finding for other, finding in book.held_back.items() if other != hold},
             )
         case Lift():
             lifted = (move.node, move.gpu, move.rule)
             return replace(book, quarantines={hold: q for hold, q in book.quarantines.items() if hold != lifted})
         case Pardon():
             subject = (move.node, move.gpu)
-            return replace(book, quarantines={hold: q for hold, q in book.quarantines.items() if hold[:2] != subject})
+            return replace(
+                book,
+                quarantines={hold: q for hold, q in book.quarantines.items() if hold[:2] != subject},
+                held_back={hold: finding for hold, finding in book.held_back.items() if hold[:2] != subject},
+            )
+        case Brake():
+            finding = HeldBack(verdict=move.verdict, since_s=move.at_s, reason=move.reason)
+            return replace(book, held_back={**book.held_back, hold_of(move.verdict): finding})
+        case Unbrake():
+            return _unbraked(book, move)
+        case Spend():
+            return replace(book, purse=count(book.purse, move.totals_usd, move.at_s))
+        case Shed():
+            orders = replace(book.orders, generation=_next(book), over_budget=move.over_budget)
+            return replace(book, orders=orders, generation=orders.generation)
         case Publish():
             return replace(book, weights={**book.weights, move.app: move.weights})
         case Evict():
             claim = book.claims[move.claim]
             told = {**claim.evicted_at_s, move.gpu or move.node: move.at_s}
             return _with_claim(book, replace(claim, evicted_at_s=told))
+        case StopReplicas():
+            return _with_claim(book, replace(book.claims[move.claim], stopped_at_s=move.at_s))
         case CreateGroup() | RemoveGroup():
             return book  # these act on the cluster only; the view shows what came of them
         case _:
@@ -329,67 +254,34 @@ def replay(moves: Iterable[Move]) -> Book:
     return book
 
 
-def subjects(move: Move) -> tuple[str, ...]:
-    """The claims, nodes, GPUs and pools that a move speaks of: what `tidegate why` searches."""
-    match move:
-        case File() | Probe() | Give() | RemoveGroup():
-            return (move.claim,)
-        case Advance():
-            return (move.claim, *(move.nodes or ()))
-        case CreateGroup():
-            return (move.claim, *move.nodes)
-        case Route():
-            return (*((move.claim,) if move.claim else ()), *move.allowances, "spillway")
-        case SetTarget():
-            return (move.pool,)
-        case Impose():
-            verdict = move.verdict
-            return (verdict.node, *((verdict.gpu,) if verdict.gpu else ()))
-        case Lift() | Pardon():
-            return (move.node, *((move.gpu,) if move.gpu else ()))
-        case Evict():
-            return (move.claim, move.node, *((move.gpu,) if move.gpu else ()))
-        case Publish():
-            return (move.app,)
-        case _:
-            assert_never(move)
-
-
-def reason(move: Move) -> str:
-    """The sentence that explains a move."""
-    match move:
-        case Advance() | Route() | SetTarget() | Lift() | Pardon() | Evict():
-            return move.reason
-        case Impose():
-            return move.verdict.evidence
-        case File():
-            return f"{move.spec.owner} asks for {move.spec.min_gpus} to {move.spec.max_gpus} GPUs"
-        case Probe():
-            return "a way out must be proven before serving gives up its GPUs"
-        case CreateGroup():
-            return f"reserve {len(move.nodes)} nodes × {move.gpus_per_node} GPUs"
-        case RemoveGroup():
-            return "the reservation ends"
-        case Give():
-            return f"the placement group is ready: {sum(len(n.gpus) for n in move.grant.nodes)} GPUs"
-        case Publish():
-            return f"weights version {move.weights.version}: {move.weights.uri}"
-        case _:
-            assert_never(move)
-
-
 def _next(book: Book) -> Generation:
     return Generation(book.generation + 1)
+
+
+def _imposed(book: Book, move: Impose) -> Mapping[str, Mapping[NodeId, float]]:
+    rule = move.verdict.rule
+    lately = {
+        node: at_s for node, at_s in book.imposed_at_s.get(rule, {}).items() if move.at_s - at_s <= IMPOSED_KEPT_S
+    }
+    return {**book.imposed_at_s, rule: {**lately, move.verdict.node: move.at_s}}
+
+
+def _unbraked(book: Book, move: Unbrake) -> Book:
+    if move.node is None:
+        others = {hold: finding for hold, finding in book.held_back.items() if hold[2] != move.rule}
+        return replace(book, held_back=others, unbraked_at_s={**book.unbraked_at_s, move.rule: move.at_s})
+    ended = (move.node, move.gpu, move.rule)
+    return replace(book, held_back={hold: finding for hold, finding in book.held_back.items() if hold != ended})
 
 
 def _with_claim(book: Book, claim: Claim) -> Book:
     return replace(book, claims={**book.claims, claim.id: claim})
 
 
-def _advanced(claim: Claim, move: Advance) -> Claim:
-    nodes = claim.nodes if move.nodes is None else move.nodes
-    if move.to is claim.state:
-        return replace(claim, reason=move.reason, nodes=nodes)
-    if move.to not in NEXT[claim.state]:
-        raise IllegalMoveError(f"claim {claim.id} cannot go from {claim.state} to {move.to}")
-    return replace(claim, state=move.to, since_s=move.at_s, reason=move.reason, nodes=nodes)
+def _releasing(book: Book, claim: Claim, at_s: float) -> Book:
+    """The book with the changed claim; nodes that nobody holds any more have come back to serving now."""
+    before = book.claims[claim.id].held
+    after = _with_claim(book, claim)
+    let_go = set(before).difference(claim.held)
+    released = {node: at_s for node in before if node in let_go and node not in after.holders}
+    return replace(after, released_at_s={**book.released_at_s, **released}) if released else after

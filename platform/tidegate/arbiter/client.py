@@ -30,6 +30,9 @@ from tidegate.spec.policy import Policy
 
 ACTOR_NAME = "arbiter"
 NAMESPACE = "tidegate"
+ON_HEAD = {"node:__internal_head__": 0.001}
+"""Resources that put an actor on the head: Ray gives this one to whichever node is the head now, so the actor comes back
+on a restarted head too, which has a new node id."""
 
 
 class ArbiterClient:

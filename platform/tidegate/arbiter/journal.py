@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +16,11 @@ from pydantic import TypeAdapter
 
 from tidegate.arbiter.book import Book, Move, reason, replay, subjects
 from tidegate.arbiter.messages import JournalEntry
+
+REPLICA = "replica"
+"""Kind of an entry on what a replica serves; its subjects are the application, the replica and its pool."""
+JOURNAL = "journal.jsonl"
+"""The file's name in the arbiter's state directory."""
 
 _MOVE: TypeAdapter[Move] = TypeAdapter(Move)
 
@@ -63,21 +68,11 @@ class FileJournal:
         self._sync()
 
     def book(self) -> Book:
-        return replay(_MOVE.validate_python(line["move"]) for line in read_lines(self.path) if "move" in line)
+        return replay(move for _, move in read_moves(self.path))
 
     def about(self, subject: str) -> tuple[JournalEntry, ...]:
-        """Entries that speak of `subject`: a claim, node, GPU, pool, or the beginning of its id."""
-        return tuple(
-            JournalEntry(
-                at_s=line["at_s"],
-                kind=line["kind"],
-                subjects=tuple(line["subjects"]),
-                reason=line["reason"],
-                data=line.get("move") or line.get("data") or {},
-            )
-            for line in read_lines(self.path)
-            if any(is_about(name, subject) for name in line["subjects"])
-        )
+        """Entries that speak of `subject`: a claim, node, GPU, pool, replica, rule, or the beginning of its id."""
+        return _about(lambda: map(_entry, read_lines(self.path)), subject)
 
     def _sync(self) -> None:
         self._file.flush()
@@ -105,7 +100,33 @@ class MemoryJournal:
         return replay(self.moves)
 
     def about(self, subject: str) -> tuple[JournalEntry, ...]:
-        return tuple(entry for entry in self.entries if any(is_about(name, subject) for name in entry.subjects))
+        return _about(lambda: self.entries, subject)
+
+
+def _entry(line: dict[str, Any]) -> JournalEntry:
+    return JournalEntry(
+        at_s=line["at_s"],
+        kind=line["kind"],
+        subjects=tuple(line["subjects"]),
+        reason=line["reason"],
+        data=line.get("move") or line.get("data") or {},
+    )
+
+
+def _about(read: Callable[[], Iterable[JournalEntry]], subject: str) -> tuple[JournalEntry, ...]:
+    """What speaks of `subject`. A replica comes and goes by its pool's targets: of those too, if it is one."""
+    pools = {
+        entry.subjects[-1]
+        for entry in read()
+        if entry.kind == REPLICA and len(entry.subjects) > 2 and is_about(entry.subjects[1], subject)
+    }
+
+    def speaks(entry: JournalEntry) -> bool:
+        if any(is_about(name, subject) for name in entry.subjects):
+            return True
+        return entry.kind != REPLICA and not pools.isdisjoint(entry.subjects)
+
+    return tuple(entry for entry in read() if speaks(entry))
 
 
 def is_about(name: str, subject: str) -> bool:
@@ -119,6 +140,13 @@ def is_about(name: str, subject: str) -> bool:
         return False
     pool = name.removeprefix("pool-")
     return name.startswith(subject) or (pool != name and (pool.startswith(subject) or subject.startswith(pool)))
+
+
+def read_moves(path: Path) -> Iterator[tuple[float, Move]]:
+    """The moves of a journal, each with its time."""
+    for line in read_lines(path):
+        if "move" in line:
+            yield line["at_s"], _MOVE.validate_python(line["move"])
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

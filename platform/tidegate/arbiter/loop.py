@@ -8,9 +8,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from tidegate.arbiter.book import OPERATOR_RULE, Book, Claim, ClaimState, File, Impose, Move, Pardon, Publish, apply
+from tidegate.arbiter.book import (
+    ENDED,
+    OPERATOR_RULE,
+    Book,
+    Claim,
+    ClaimState,
+    File,
+    Impose,
+    Move,
+    Pardon,
+    Publish,
+    Release,
+    Unbrake,
+    apply,
+)
 from tidegate.arbiter.decide import Decision, Forecast, decide, forecast
-from tidegate.arbiter.journal import Journal, is_about
+from tidegate.arbiter.journal import REPLICA, Journal, is_about
 from tidegate.arbiter.messages import (
     Action,
     ClaimSpec,
@@ -26,10 +40,10 @@ from tidegate.arbiter.messages import (
     When,
 )
 from tidegate.arbiter.owners import owners
-from tidegate.arbiter.placement import most_ever
-from tidegate.arbiter.view import GroupState, NodeSeen, PoolSeen, View, gpus_of
+from tidegate.arbiter.preflight import check_fits
+from tidegate.arbiter.view import GroupState, NodeSeen, PoolSeen, View, gpus_of, live_gateways, overflow
 from tidegate.clock import Clock
-from tidegate.errors import ClaimNeverFitsError, UnknownSubjectError
+from tidegate.errors import UnknownSubjectError
 from tidegate.ids import ClaimId, GatewayId, GpuId, NodeId, PoolName, Tier
 from tidegate.spec.policy import Policy
 from tidegate.telemetry.goodput import Span, SpanBook
@@ -44,6 +58,7 @@ class FleetSeen:
     nodes: Mapping[NodeId, NodeSeen] = field(default_factory=dict)
     pools: Mapping[PoolName, PoolSeen] = field(default_factory=dict)
     groups: Mapping[ClaimId, GroupState] = field(default_factory=dict)
+    leaked: Mapping[str, ClaimId] = field(default_factory=dict)
     gangs_gone: Mapping[ClaimId, str] = field(default_factory=dict)
     """Open claims whose coordinator is dead, and how that was seen."""
 
@@ -73,7 +88,7 @@ class ArbiterLoop:
     health: dict[NodeId, HealthReport] = field(init=False, default_factory=dict)
     gangs: dict[ClaimId, GangReport] = field(init=False, default_factory=dict)
     replicas: dict[str, ReplicaReport] = field(init=False, default_factory=dict)
-    releases: dict[ClaimId, str] = field(init=False, default_factory=dict)
+    _overflow_since_s: float | None = field(init=False, default=None)
     _looked: bool = field(init=False, default=False)
     _lock: threading.RLock = field(init=False, default_factory=threading.RLock)
     _noted: str = field(init=False, default="")
@@ -95,15 +110,18 @@ class ArbiterLoop:
         return self.decision
 
     def view(self) -> View:
+        since_s = self._overflow_since_s
         return View(
             nodes=self.seen.nodes,
             pools=self.seen.pools,
             groups=self.seen.groups,
+            leaked=self.seen.leaked,
             gateways=dict(self.gateways),
             health={node: report for node, report in self.health.items() if node in self.seen.nodes},
             gangs=dict(self.gangs),
-            releases={**self.seen.gangs_gone, **self.releases},
+            gangs_gone=self.seen.gangs_gone,
             replicas=dict(self.replicas),
+            overflow_for_s=0.0 if since_s is None else self.clock.now_s() - since_s,
         )
 
     # What people and rooms ask for
@@ -122,18 +140,25 @@ class ArbiterLoop:
                 return standing.id
             if not self._looked:  # right after a restart: an unseen cluster is not an empty one
                 self.seen, self._looked = self.fleet.look(self.book), True
-            self._check_fits(spec)
+            check_fits(self.view(), self.policy, spec)
             used = sum(1 for claim in self.book.claims.values() if claim.spec.name == spec.name)
             claim = ClaimId(spec.name if used == 0 else f"{spec.name}.{used + 1}")
             now_s = self.clock.now_s()
-            self._commit((File(claim=claim, spec=spec, at_s=now_s),), "filed", now_s)
+            cost = forecast(self.book, self.view(), self.policy, spec, now_s).spill_usd_per_hour
+            self._commit((File(claim=claim, spec=spec, at_s=now_s, spill_usd_per_hour=cost),), "filed", now_s)
             return claim
 
     def claim(self, claim: ClaimId) -> Claim:
+        """Raises UnknownSubjectError."""
+        if claim not in self.book.claims:
+            raise UnknownSubjectError(claim, tuple(c.id for c in self.book.open_claims()))
         return self.book.claims[claim]
 
     def exchange(self, report: GatewayReport) -> Orders:
-        self.gateways[report.gateway] = report
+        before = self.gateways.get(report.gateway)
+        if before is None or report.at_s >= before.at_s:  # a late one would take back what was spent since
+            self.gateways[report.gateway] = report
+            self._watch_overflow()
         return self.book.orders
 
     def report_gang(self, report: GangReport) -> GangOrders:
@@ -149,12 +174,12 @@ class ArbiterLoop:
                     + (f"; {report.reason}" if report.reason else ""),
                 )
             )
-        return GangOrders(grant=self.book.claims[report.claim].grant)
+        return _orders(report.claim, self.book.claims.get(report.claim))
 
     def forecast(self, spec: ClaimSpec) -> Forecast:
         """What would become of this claim; raises as `file` does."""
         with self._lock:
-            self._check_fits(spec)
+            check_fits(self.view(), self.policy, spec)
             return forecast(self.book, self.view(), self.policy, spec, self.clock.now_s())
 
     def release(self, claim: ClaimId, reason: str) -> None:
@@ -163,9 +188,12 @@ class ArbiterLoop:
         Raises:
             UnknownSubjectError: there is no such open claim.
         """
-        if claim not in self.book.claims:
-            raise UnknownSubjectError(claim, tuple(c.id for c in self.book.open_claims()))
-        self.releases[claim] = reason
+        with self._lock:
+            found = self.book.claims.get(claim)
+            if found is None:
+                raise UnknownSubjectError(claim, tuple(c.id for c in self.book.open_claims()))
+            if found.state not in ENDED and found.released is None:
+                self._commit((Release(claim=claim, reason=reason),), reason, self.clock.now_s())
 
     def quarantine(self, subject: str, tier: Tier, reason: str) -> Verdict:
         """A person keeps a GPU or a node from gangs, until a person pardons it.
@@ -190,13 +218,20 @@ class ArbiterLoop:
             self._commit((Impose(verdict=verdict, at_s=now_s),), reason, now_s)
             return verdict
 
-    def pardon(self, subject: str, reason: str) -> Pardon:
+    def pardon(self, subject: str, reason: str) -> Pardon | Unbrake:
         """A person says that a GPU or a node is well. A fault that is still there is found again at the next look.
+
+        Naming a rule on which the fleet brake is lets it go on: what was held back is carried out.
 
         Raises:
             UnknownSubjectError: see there.
         """
         with self._lock:
+            if any(rule == subject for _, _, rule in self.book.held_back):
+                now_s = self.clock.now_s()
+                release = Unbrake(rule=subject, node=None, gpu=None, reason=reason, at_s=now_s)
+                self._commit((release,), reason, now_s)
+                return release
             node, gpu = self._find(subject)
             move = Pardon(node=node, gpu=gpu, reason=reason)
             self._commit((move,), reason, self.clock.now_s())
@@ -227,7 +262,8 @@ class ArbiterLoop:
         self.replicas[report.replica] = report
         if before is None or (before.serving_version, before.refused) != (report.serving_version, report.refused):
             said = f"serves version {report.serving_version}" if not report.refused else report.refused
-            self.note(JournalEntry(at_s=report.at_s, kind="replica", subjects=(app, report.replica), reason=said))
+            subjects = (app, report.replica, *((report.pool,) if report.pool else ()))
+            self.note(JournalEntry(at_s=report.at_s, kind=REPLICA, subjects=subjects, reason=said))
         return self.book.weights.get(app)
 
     def note(self, entry: JournalEntry) -> None:
@@ -256,28 +292,21 @@ class ArbiterLoop:
                 self._noted = said
                 self.note(JournalEntry(at_s=self.clock.now_s(), kind="failed_move", reason=said))
 
-    def _check_fits(self, spec: ClaimSpec) -> None:
-        there = most_ever(self.view())
-        nodes = len(self.seen.nodes)
-        if spec.claim_class not in self.policy.claims.classes or spec.claim_class == "serving":
-            known = ", ".join(name for name in self.policy.claims.classes if name != "serving")
-            raise ClaimNeverFitsError(
-                spec.name,
-                f"class {spec.claim_class!r}",
-                f"classes {known}",
-                "name one of these, or add it to policy.yaml",
-            )
-        if not 1 <= spec.min_gpus <= spec.max_gpus:
-            raise ClaimNeverFitsError(
-                spec.name,
-                f"{spec.min_gpus} to {spec.max_gpus} GPUs",
-                f"{there} GPUs on {nodes} nodes",
-                "min GPUs must be at least 1 and at most max GPUs",
-            )
-        if spec.min_gpus > there:
-            raise ClaimNeverFitsError(
-                spec.name,
-                f"at least {spec.min_gpus} GPUs on nodes of one size",
-                f"{there} GPUs on {nodes} live nodes, all else gone",
-                f"lower min GPUs to {there} or less, or add {spec.min_gpus - there} GPUs",
-            )
+    def _watch_overflow(self) -> None:
+        """Overflow lasts for as long as every look at the gateways shows some."""
+        now_s = self.clock.now_s()
+        gateways = live_gateways(self.gateways, now_s, self.policy.arbiter.gateway_silent_after_s)
+        if not any(overflow(gateway) for gateway in gateways):
+            self._overflow_since_s = None
+        elif self._overflow_since_s is None:
+            self._overflow_since_s = now_s
+
+
+def _orders(name: ClaimId, claim: Claim | None) -> GangOrders:
+    if claim is None:
+        return GangOrders(grant=None, leave=f"there is no claim {name}")
+    if claim.state is ClaimState.PREEMPTED:
+        return GangOrders(grant=claim.grant, leave=claim.reason, leave_by_s=claim.leave_by_s)
+    if claim.state is ClaimState.RETURNING or claim.state in ENDED:
+        return GangOrders(grant=None, leave=f"the claim is {claim.state}: {claim.reason}")
+    return GangOrders(grant=claim.grant)

@@ -50,6 +50,9 @@ class GpuSeen:
     index: int
     temperature_celsius: float | None = None
     tensor_active_ratio: float | None = None
+    memory_used_bytes: int | None = None
+    processes: int | None = None
+    """Compute processes that the driver lists on it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +78,15 @@ class Spillway(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OverBudget:
+    """The purse is empty: overflow is refused, not bought."""
+
+    reason: str
+    until_s: float
+    """When the next hour's or day's budget begins."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Orders:
     """What gateways do until they hear otherwise."""
 
@@ -84,6 +96,8 @@ class Orders:
     """How many replicas a pool may use now; a pool that is not named may use all that run."""
     canary: str | None = None
     """Send one canary request to every provider and report it under this name (once each name)."""
+    over_budget: OverBudget | None = None
+    """None: a provider may be paid."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +116,8 @@ class ProviderSeen:
     slots: int
     price_per_image_usd: float
     latency_s: float | None = None
+    spent_usd: float = 0.0
+    """Paid to it, by this gateway's ledger."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +146,12 @@ class GatewayReport:
     refused_total: int = 0
     """Refused with a reason before any work (bad request, over a limit, no way to answer in time)."""
     failed_total: int = 0
+    spent_usd_total: float = 0.0
+    """Paid to providers, by this gateway's ledger: goes on over the gateway's own restart."""
+    local_images_per_s: float = 0.0
+    """Made by replicas here, over the last minute."""
+    local_busy_replicas: float = 0.0
+    """Replicas that these images kept busy: their GPU-seconds per second, over the last minute."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +172,7 @@ class ReplicaReport:
     serving_version: int
     refused: str | None = None
     """Why the newest version was refused, if it was; the old one keeps serving."""
+    pool: PoolName | None = None
 
 
 # --- gangs ------------------------------------------------------------------------------------------------------
@@ -174,7 +197,8 @@ class ClaimSpec:
     deadline_s: float | None = None
     """From its turn to its grant, else the claim is undone. Overrides `claims.deadline_s`."""
     drain_deadline_s: float | None = None
-    """What in-flight requests on its GPUs may still take. Overrides `serving.drain_deadline_s`."""
+    """What in-flight requests on its GPUs may still take, if that is less than `serving.drain_deadline_s`: what is not
+    done by then is cut off, and answered by a provider."""
     patience_s: float | None = None
     """Undone when its turn has not come after this long in the queue; None = it waits for ever."""
 
@@ -219,8 +243,9 @@ class GangOrders:
     """What a gang does until it hears otherwise: the arbiter's answer to each of its reports. Level-triggered."""
 
     grant: Grant | None
-    """The newest. One of a later generation than the gang's own means: with the same placement group, use its GPUs
-    from the next checkpoint on (a cooled GPU has come back); with another, form again on its nodes."""
+    """The newest; None while the claim waits, or while its placement group is made (again): hold no GPU then.
+    One of a later generation than the gang's own means: with the same placement group, use exactly its GPUs from the
+    next checkpoint on (a cooled one has come back, a bad one left the list); with another, form again on its nodes."""
     leave: str | None = None
     """Save, then leave the GPUs: why (a stronger claim, a person)."""
     leave_by_s: float | None = None

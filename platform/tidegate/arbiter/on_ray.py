@@ -1,15 +1,17 @@
 """The arbiter's eyes and hands on a Ray cluster.
 
-Three of the calls are not under Ray's public-API promise (2.60): the resources left on each node, the Serve
-controller's details, and its external scaler without the dashboard. They stand here and nowhere else, and
-`tests/arbiter/test_on_ray.py` breaks when an upgrade changes them.
+Four of the calls are not under Ray's public-API promise (2.60): the resources left on each node, the nodes that drain,
+the Serve controller's details, and its external scaler without the dashboard. They stand here and nowhere else, and
+`tests/gang/test_on_cluster.py` and `tests/serve/test_serve_cluster.py` break when an upgrade changes them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from dataclasses import dataclass
+import math
+import time
+from dataclasses import dataclass, field
 from typing import Any, assert_never
 
 import ray
@@ -18,25 +20,32 @@ from ray.serve._private.common import DeploymentID
 from ray.util.placement_group import PlacementGroup, get_placement_group, placement_group, remove_placement_group
 
 from tidegate.arbiter.book import (
-    ENDED,
     Advance,
     Book,
+    Brake,
     CreateGroup,
     Evict,
     File,
     Give,
     Impose,
+    Join,
     Lift,
     Move,
     Pardon,
     Probe,
     Publish,
+    Release,
     RemoveGroup,
     Route,
     SetTarget,
+    Shed,
+    Spend,
+    StopReplicas,
+    Unbrake,
+    group_name,
 )
+from tidegate.arbiter.claim import GROUP_PREFIX
 from tidegate.arbiter.client import NAMESPACE
-from tidegate.arbiter.decide import group_name
 from tidegate.arbiter.loop import FleetSeen
 from tidegate.arbiter.view import GroupState, NodeSeen, PoolSeen
 from tidegate.ids import ClaimId, NodeId, PoolName, coordinator_name, health_agent_name, pool_name
@@ -44,6 +53,8 @@ from tidegate.ids import ClaimId, NodeId, PoolName, coordinator_name, health_age
 log = logging.getLogger(__name__)
 
 CALL_DEADLINE_S = 5.0
+GANG_GONE_AFTER_S = 5.0
+"""A coordinator that Ray has not known for this long is gone. One that restarts keeps its name and is not."""
 NAME_LABEL = "tidegate/name"
 
 
@@ -51,14 +62,18 @@ NAME_LABEL = "tidegate/name"
 class RayFleet:
     app: str
     """The Serve application whose pools are ours."""
+    _missed_since_s: dict[ClaimId, float] = field(init=False, default_factory=dict)
+    """Claims without a coordinator, and since when (monotonic clock)."""
 
     def look(self, book: Book) -> FleetSeen:
         nodes = _gpu_nodes()
+        groups, leaked = _groups(book)
         return FleetSeen(
             nodes=nodes,
             pools=_pools(self.app, nodes),
-            groups=_groups(book),
-            gangs_gone=_gangs_gone(book),
+            groups=groups,
+            leaked=leaked,
+            gangs_gone=self._gangs_gone(book),
         )
 
     def apply(self, move: Move, book: Book) -> None:
@@ -80,27 +95,49 @@ class RayFleet:
                         bundle_label_selector=[{"ray.io/node-id": node} for node in move.nodes],
                     )
             case RemoveGroup():
-                group = _find_group(group_name(book.claims[move.claim]))
+                group = _find_group(move.group or group_name(book.claims[move.claim]))
                 if group is not None:
                     remove_placement_group(group)
             case Evict():
                 run = book.claims[move.claim].spec.name
                 coordinator = ray.get_actor(coordinator_name(run), namespace=NAMESPACE)
-                ray.get(
-                    coordinator.evict.remote(move.node, move.gpu, move.reason, move.reading_at_s),
-                    timeout=CALL_DEADLINE_S,
-                )
+                order = (move.node, move.gpu, move.reason, move.reading_at_s)
+                saving = {} if move.save_by_s is None else {"save_by_s": move.save_by_s}
+                ray.get(coordinator.evict.remote(*order, **saving), timeout=CALL_DEADLINE_S)
+            case StopReplicas():
+                for name in _stopping_replicas(self.app, move.pools):
+                    with contextlib.suppress(ValueError):  # it has ended meanwhile
+                        ray.kill(ray.get_actor(name, namespace="serve"))
             case Pardon():
                 agent = ray.get_actor(health_agent_name(move.node), namespace=NAMESPACE)
                 ray.get(agent.set_healthy.remote(move.gpu or move.node), timeout=CALL_DEADLINE_S)
-            case File() | Advance() | Probe() | Route() | Give() | Impose() | Lift() | Publish():
+            case File() | Release() | Advance() | Join() | Probe() | Route() | Give() | Impose() | Lift() | Publish():
                 pass  # these change the book; gateways, runs and replicas fetch what they need from it
+            case Brake() | Unbrake() | Spend() | Shed():
+                pass  # likewise
             case _:
                 assert_never(move)
+
+    def _gangs_gone(self, book: Book) -> dict[ClaimId, str]:
+        now_s = time.monotonic()
+        missed: dict[ClaimId, float] = {}
+        for claim in book.open_claims():
+            try:
+                ray.get_actor(coordinator_name(claim.spec.name), namespace=NAMESPACE)
+            except ValueError:
+                missed[claim.id] = self._missed_since_s.get(claim.id, now_s)
+        self._missed_since_s = missed
+        return {
+            claim: "its coordinator is gone"
+            for claim, since_s in missed.items()
+            if now_s - since_s >= GANG_GONE_AFTER_S
+        }
 
 
 def _gpu_nodes() -> dict[NodeId, NodeSeen]:
     free = ray._private.state.available_resources_per_node()
+    # Milliseconds since the epoch; 0 = the node goes at some time.
+    drains = {node: at_ms / 1000.0 or math.inf for node, at_ms in ray._private.state.state.get_draining_nodes().items()}
     return {
         NodeId(row["NodeID"]): NodeSeen(
             id=NodeId(row["NodeID"]),
@@ -109,25 +146,36 @@ def _gpu_nodes() -> dict[NodeId, NodeSeen]:
             free_gpu_slots=float(free.get(row["NodeID"], {}).get("GPU", 0.0)),
             labels=dict(row["Labels"]),
             name=row["Labels"].get(NAME_LABEL, row["NodeManagerHostname"]),
+            drains_by_s=drains.get(row["NodeID"]),
         )
         for row in ray.nodes()
         if row["Alive"] and row["Resources"].get("GPU", 0) >= 1
     }
 
 
-def _pools(app: str, nodes: dict[NodeId, NodeSeen]) -> dict[PoolName, PoolSeen]:
+def _deployments(app: str) -> dict[str, Any]:
+    """The application's deployments as Serve's controller has them; none where Serve is not running."""
     try:
         controller = ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
         details = ray.get(controller.get_serve_instance_details.remote(), timeout=CALL_DEADLINE_S)
     except (ValueError, ray.exceptions.RayError, TimeoutError):
-        return {}  # Serve is not running, or its controller restarts: nothing can be set either
+        return {}  # not running, or its controller restarts: nothing can be set either
     deployments: dict[str, Any] = details["applications"].get(app, {}).get("deployments", {})
+    return deployments
+
+
+def _state(replica: dict[str, Any]) -> str:
+    return str(getattr(replica["state"], "value", replica["state"]))
+
+
+def _pools(app: str, nodes: dict[NodeId, NodeSeen]) -> dict[PoolName, PoolSeen]:
+    deployments = _deployments(app)
     pools = {}
     for node in nodes:
         row = deployments.get(pool_name(node))
         if row is None:
             continue
-        states = [str(getattr(replica["state"], "value", replica["state"])) for replica in row["replicas"]]
+        states = [_state(replica) for replica in row["replicas"]]
         running = states.count("RUNNING")
         stopping = states.count("STOPPING")
         pools[pool_name(node)] = PoolSeen(
@@ -140,25 +188,27 @@ def _pools(app: str, nodes: dict[NodeId, NodeSeen]) -> dict[PoolName, PoolSeen]:
     return pools
 
 
-def _groups(book: Book) -> dict[ClaimId, GroupState]:
-    table = ray.util.placement_group_table() if book.claims else {}
+def _stopping_replicas(app: str, pools: tuple[PoolName, ...]) -> list[str]:
+    """Names of the replica actors that were told to stop and have not."""
+    deployments = _deployments(app)
+    rows = [row for pool in pools for row in deployments.get(pool, {"replicas": ()})["replicas"]]
+    return [row["actor_name"] for row in rows if _state(row) == "STOPPING" and row["actor_name"]]
+
+
+def _groups(book: Book) -> tuple[dict[ClaimId, GroupState], dict[str, ClaimId]]:
+    """The claims' groups of their present attempts, and those of ours that no claim stands on any more."""
+    table = ray.util.placement_group_table()
     states = {row["name"]: row["state"] for row in table.values() if row["state"] != "REMOVED"}
-    return {
-        claim.id: GroupState.READY if states[group_name(claim)] == "CREATED" else GroupState.PENDING
-        for claim in book.claims.values()
-        if group_name(claim) in states
-    }
-
-
-def _gangs_gone(book: Book) -> dict[ClaimId, str]:
-    gone = {}
-    for claim in book.claims.values():
-        if claim.state not in ENDED:
-            try:
-                ray.get_actor(coordinator_name(claim.spec.name), namespace=NAMESPACE)
-            except ValueError:
-                gone[claim.id] = "its coordinator is gone"
-    return gone
+    newest = {group_name(claim): claim.id for claim in book.claims.values()}
+    groups: dict[ClaimId, GroupState] = {}
+    leaked: dict[str, ClaimId] = {}
+    for name, state in states.items():
+        if name in newest:
+            # RESCHEDULING: a bundle's node has died, and the selector lets no other take its place.
+            groups[newest[name]] = GroupState.READY if state == "CREATED" else GroupState.PENDING
+        elif name.startswith(GROUP_PREFIX):
+            leaked[name] = ClaimId(name.removeprefix(GROUP_PREFIX).rpartition("-")[0])
+    return groups, leaked
 
 
 def _find_group(name: str) -> PlacementGroup | None:

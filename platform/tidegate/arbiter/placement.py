@@ -1,20 +1,23 @@
-"""Which nodes a gang gets. Pure.
+"""Which nodes a gang gets. Pure, and linear in the nodes but for the sorting of those that are chosen from.
 
-Order of preference (design section 4): most fit GPUs, then the same network domain, then fewest serving replicas to
-move. Whole nodes only: a bundle that is smaller than its node would let a replica in beside the gang.
+Order of preference (design section 4): nodes that the gang has already, then most fit GPUs (fewest findings that the
+fleet brake holds back), then the network domain, then fewest serving replicas to move, then least training work lost.
+Whole nodes only: a bundle that is smaller than its node would let a replica in beside the gang.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from tidegate.arbiter.book import Book
+from tidegate.arbiter.book import Book, Claim
 from tidegate.arbiter.messages import ClaimSpec
-from tidegate.arbiter.view import NodeSeen, View, fit_gpus
-from tidegate.ids import NodeId, Tier, pool_name
+from tidegate.arbiter.view import DOMAIN_LABEL, NodeSeen, View, count_fit
+from tidegate.ids import ClaimId, NodeId, Tier, pool_name
 
-DOMAIN_LABEL = "tidegate/domain"
-"""Node label that names the network domain (rail, rack, NVLink switch); nodes without it share one."""
+ALL = 10**9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,59 +28,216 @@ class Placement:
     reason: str
 
 
-def place(view: View, book: Book, spec: ClaimSpec, may_move_serving: bool) -> Placement | None:
+class _Rank(NamedTuple):
+    """What makes nodes of one size equal but for their replicas and their work."""
+
+    slots: int
+    fit: int
+    suspected: int
+    """Findings on each that the fleet brake holds back."""
+    domain: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Chosen:
+    nodes: tuple[NodeId, ...]
+    fit: int
+    suspected: int
+    replicas: int
+    lost_s: float
+
+
+def place(
+    view: View,
+    book: Book,
+    spec: ClaimSpec,
+    may_move_serving: bool,
+    *,
+    taking_from: Collection[ClaimId] = (),
+    keep: Sequence[NodeId] = (),
+    barred: Collection[NodeId] = (),
+    floor_replicas: int = 0,
+    now_s: float = 0.0,
+) -> Placement | None:
     """Nodes for the claim, or None when fewer than `min_gpus` can be had now.
 
-    With `may_move_serving` off only nodes without replicas count.
+    Args:
+        may_move_serving: off: only nodes without replicas count.
+        taking_from: nodes of these claims count as if they were free; which of them lose least is known from what their
+            gangs have committed by `now_s`.
+        keep: nodes that the gang has; they come first, and others must suit them.
+        barred: nodes that are not to be had now.
+        floor_replicas: so many must go on running on the nodes that nobody holds.
     """
-    candidates = [
-        (len(fit_gpus(view, book, node, Tier.GANG)), node)
-        for node in view.nodes.values()
-        if book.holder_of(node.id) is None and (may_move_serving or _replicas(view, node) == 0)
+    taken = {*keep, *barred}
+    lost_s: dict[NodeId, float] = {}
+    for claim in book.claims.values():
+        if claim.id in taking_from:
+            lost_s |= dict.fromkeys(claim.held, work_lost_s(view, claim, now_s))
+        else:
+            taken.update(claim.held)
+    most = spec.gpus_per_node or ALL
+    mine = sum(min(count_fit(view, book, view.nodes[node], Tier.GANG), most) for node in keep)
+    if mine + _slots_left(view, taken) < spec.min_gpus:  # the usual case of a claim that waits, and quickly seen
+        return None
+    groups: dict[tuple[int, str], dict[_Rank, list[NodeId]]] = {}
+    for rank, nodes in _ranked(view, book, taken, lost_s).items():
+        if rank.fit >= (spec.gpus_per_node or 1):
+            groups.setdefault(_group(rank.slots, rank.domain, spec), {})[rank] = nodes
+    if keep:
+        first = view.nodes[keep[0]]
+        own = _group(first.gpu_slots, _domain(first), spec)
+        groups = {own: groups.get(own, {})}
+    may_leave = _running_unheld(view, book) - floor_replicas if floor_replicas > 0 else ALL
+    choices = [
+        (group, _choose(view, ranks, spec, mine, lost_s, may_leave, may_move_serving))
+        for group, ranks in groups.items()
     ]
-    candidates = [(fit, node) for fit, node in candidates if fit > 0]
-    # Every bundle of a Ray Train group has the same size, so a gang's nodes do too: take the size that gives most.
-    best: Placement | None = None
-    for slots in {node.gpu_slots for _, node in candidates}:
-        chosen = _of_one_size([(fit, node) for fit, node in candidates if node.gpu_slots == slots], view, spec)
-        if best is None or min(chosen.gpus, spec.max_gpus) > min(best.gpus, spec.max_gpus):
-            best = chosen
-    return best if best is not None and best.gpus >= spec.min_gpus else None
+    fitting = [(group, chosen) for group, chosen in choices if mine + chosen.fit >= spec.min_gpus]
+    if not fitting:
+        return None
+
+    def preference(choice: tuple[tuple[int, str], _Chosen]) -> tuple[int, int, int, int, float, int, str]:
+        """Among node sizes (and domains, where one must hold the gang): most GPUs, then as among nodes."""
+        (slots, domain), chosen = choice
+        ranks = groups[slots, domain]
+        room = sum(min(rank.fit, most) * len(nodes) for rank, nodes in ranks.items()) if spec.one_domain else 0
+        gpus = min(mine + chosen.fit, spec.max_gpus)
+        return (-gpus, chosen.suspected, room, chosen.replicas, chosen.lost_s, slots, domain)
+
+    _, best = min(fitting, key=preference)
+    ids, gpus = (*keep, *best.nodes), mine + best.fit
+    return Placement(nodes=ids, gpus=gpus, reason=f"{len(ids)} nodes with {gpus} fit GPUs")
 
 
-def most_ever(view: View) -> int:
-    """GPUs that the largest possible gang would have if everybody left."""
-    by_slots: dict[int, int] = {}
+def most_ever(view: View, spec: ClaimSpec | None = None) -> int:
+    """GPUs that the largest possible gang of the claim's shape would have if everybody left and all were well."""
+    by_group: Counter[tuple[int, str]] = Counter()
     for node in view.nodes.values():
-        by_slots[node.gpu_slots] = by_slots.get(node.gpu_slots, 0) + node.gpu_slots
-    return max(by_slots.values(), default=0)
+        if spec is None or node.gpu_slots >= (spec.gpus_per_node or 1):
+            domain = _domain(node) if spec is not None and spec.one_domain else ""
+            shape = spec.gpus_per_node if spec is not None else None
+            by_group[node.gpu_slots, domain] += shape or node.gpu_slots
+    return max(by_group.values(), default=0)
 
 
-def _of_one_size(candidates: list[tuple[int, NodeSeen]], view: View, spec: ClaimSpec) -> Placement:
-    in_domain: dict[str, int] = {}
-    for fit, node in candidates:
-        in_domain[_domain(node)] = in_domain.get(_domain(node), 0) + fit
+def work_lost_s(view: View, claim: Claim, now_s: float) -> float:
+    """GPU-seconds of a claim's work that are in no checkpoint yet: what is lost when its nodes are taken unsaved."""
+    gang = view.gangs.get(claim.id)
+    if gang is None:
+        return 0.0
+    since_s = gang.committed_at_s if gang.committed_at_s is not None else claim.since_s
+    return max(0.0, now_s - since_s) * gang.world_size
 
-    def preference(item: tuple[int, NodeSeen]) -> tuple[int, int, str, int, str]:
-        fit, node = item
+
+def _slots_left(view: View, taken: Collection[NodeId]) -> int:
+    every = sum([node.gpu_slots for node in view.nodes.values()])
+    return every - sum([view.nodes[node].gpu_slots for node in taken if node in view.nodes])
+
+
+def _ranked(view: View, book: Book, taken: Collection[NodeId], held: Collection[NodeId]) -> dict[_Rank, list[NodeId]]:
+    """The nodes that can be had; those `held` by claims are taken from. It looks at each node of the cluster, so it
+    does little for each."""
+    suspected = Counter(node for node, _, _ in book.held_back)
+    marked = {*book.quarantined, *suspected}
+    health = view.health
+    ranked: dict[tuple[int, int, int, str], list[NodeId]] = {}
+    for node_id, node in view.nodes.items():
+        if node_id in taken or node.drains_by_s is not None:
+            continue
+        slots = node.gpu_slots
+        if node.free_gpu_slots < slots and node_id not in held and _is_used_by_others(view, node):
+            continue
+        domain = node.labels.get(DOMAIN_LABEL, "")
+        if node_id in marked:
+            rank = (slots, count_fit(view, book, node, Tier.GANG), suspected[node_id], domain)
+        else:  # as `count_fit`, without the call
+            report = health.get(node_id)
+            fit = min(slots, len(report.gpus)) if report is not None and report.gpus else slots
+            rank = (slots, fit, 0, domain)
+        nodes = ranked.get(rank)
+        if nodes is None:
+            ranked[rank] = [node_id]
+        else:
+            nodes.append(node_id)
+    return {_Rank(*rank): nodes for rank, nodes in ranked.items()}
+
+
+def _is_used_by_others(view: View, node: NodeSeen) -> bool:
+    """Whether more of its GPUs are in use than our replicas there can hold: a group on it could not form."""
+    pool = view.pools.get(pool_name(node.id))
+    return node.gpu_slots - node.free_gpu_slots > (pool.holding if pool is not None else 0)
+
+
+def _choose(
+    view: View,
+    ranks: Mapping[_Rank, list[NodeId]],
+    spec: ClaimSpec,
+    mine: int,
+    lost_s: Mapping[NodeId, float],
+    may_leave: int,
+    may_move_serving: bool,
+) -> _Chosen:
+    """The best of these nodes, until the claim has its fill of GPUs. `may_leave` replicas may stop running for it."""
+    most = spec.gpus_per_node or ALL
+    room: dict[str, int] = {}
+    for rank, nodes in ranks.items():
+        room[rank.domain] = room.get(rank.domain, 0) + min(rank.fit, most) * len(nodes)
+
+    def preference(rank: _Rank) -> tuple[int, int, int, str]:
         # A domain that holds the whole gang comes first, the smallest such one, to leave large ones whole.
-        room = in_domain[_domain(node)]
-        return (-fit, room if room >= spec.max_gpus else 10**9 - room, _domain(node), _replicas(view, node), node.id)
+        here = room[rank.domain]
+        return (-min(rank.fit, most), rank.suspected, here if here >= spec.max_gpus else ALL - here, rank.domain)
 
-    nodes: list[NodeId] = []
-    gpus = 0
-    for fit, node in sorted(candidates, key=preference):
-        if gpus >= spec.max_gpus:
+    chosen: list[NodeId] = []
+    fit = suspected = moved = 0
+    lost = 0.0
+    for rank in sorted(ranks, key=preference):
+        if mine + fit >= spec.max_gpus:
             break
-        nodes.append(node.id)
-        gpus += fit
-    return Placement(nodes=tuple(nodes), gpus=gpus, reason=f"{len(nodes)} nodes with {gpus} fit GPUs")
+        for replicas, work_s, node, running, serves in sorted(_details(view, lost_s, ranks[rank])):
+            if mine + fit >= spec.max_gpus:
+                break
+            if (serves and running > may_leave) or (replicas > 0 and not may_move_serving):
+                continue
+            chosen.append(node)
+            fit += min(rank.fit, most)
+            suspected += rank.suspected
+            may_leave -= running
+            moved += replicas
+            lost += work_s
+    return _Chosen(nodes=tuple(chosen), fit=fit, suspected=suspected, replicas=moved, lost_s=lost)
+
+
+def _details(
+    view: View, lost_s: Mapping[NodeId, float], nodes: Iterable[NodeId]
+) -> Iterator[tuple[int, float, NodeId, int, bool]]:
+    """Each node's replicas, work lost and id (the order of preference); replicas that run, and whether it serves."""
+    for node in nodes:
+        pool = view.pools.get(pool_name(node))
+        if pool is None:
+            yield 0, lost_s.get(node, 0.0), node, 0, False
+        else:
+            yield pool.holding, lost_s.get(node, 0.0), node, pool.running, node not in lost_s
+
+
+def _running_unheld(view: View, book: Book) -> int:
+    """Replicas that run on nodes which no claim holds."""
+    held = (view.pools[name].running for name in map(pool_name, book.holders) if name in view.pools)
+    return sum(pool.running for pool in view.pools.values()) - sum(held)
+
+
+def _group(slots: int, domain: str, spec: ClaimSpec) -> tuple[int, str]:
+    """Nodes that one gang can stand on: of one size (every bundle of a Ray Train group has the same), and of one domain
+    where that is asked for."""
+    return slots, domain if spec.one_domain else ""
 
 
 def _domain(node: NodeSeen) -> str:
+    """Nodes without the label share one domain."""
     return node.labels.get(DOMAIN_LABEL, "")
 
 
-def _replicas(view: View, node: NodeSeen) -> int:
-    pool = view.pools.get(pool_name(node.id))
-    return pool.holding if pool is not None else 0
+def nodes_wanted(spec: ClaimSpec, slots: int) -> int:
+    """Nodes of `slots` GPUs that a gang has when it has its fill and all is well."""
+    return -(-spec.max_gpus // min(slots, spec.gpus_per_node or slots))

@@ -6,20 +6,23 @@ waits for a GPU would win it against a pending placement group (Ray serves actor
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from tidegate.arbiter.book import Book, SetTarget
 from tidegate.arbiter.messages import Spillway
-from tidegate.arbiter.view import NodeSeen, PoolSeen, View, fit_gpus
+from tidegate.arbiter.view import NodeSeen, PoolSeen, View, count_fit
 from tidegate.ids import PoolName, Tier, pool_name
 from tidegate.spec.policy import ServingSpec
+
+STEP_PATIENCE_S = 120.0
+"""One node whose replicas do not come up must not keep the others from serving."""
 
 
 def room_for_serving(view: View, book: Book, node: NodeSeen) -> int:
     """Replicas that the node may hold now: its usable GPUs, none while a claim has it."""
     if book.holder_of(node.id) is not None:
         return 0
-    return len(fit_gpus(view, book, node, Tier.GANG, Tier.SERVE))
+    return count_fit(view, book, node, Tier.GANG, Tier.SERVE)
 
 
 def wanted(view: View, book: Book) -> Mapping[PoolName, int]:
@@ -36,24 +39,51 @@ def raises(view: View, book: Book, spec: ServingSpec, now_s: float) -> tuple[Set
 
     With the spillway closed nothing has to move home, so every free GPU is taken at once. With it open replicas come
     in steps of `return_step_replicas`: the next step begins when all replicas of the one before are ready and
-    `return_dwell_s` has passed.
+    `return_dwell_s` has passed. Replicas that do not get ready hold the others up for `STEP_PATIENCE_S` only.
     """
     returning = book.orders.spillway is Spillway.OPEN
-    if returning and (not _settled(view) or now_s - book.raised_at_s < spec.return_dwell_s):
+    rested_s = now_s - book.raised_at_s
+    if returning and (rested_s < spec.return_dwell_s or (rested_s < STEP_PATIENCE_S and not _settled(view))):
         return ()
     left = spec.return_step_replicas if returning else 10**9
     moves = []
-    for node in sorted(view.nodes.values(), key=lambda node: node.id):
-        pool = view.pools.get(pool_name(node.id))
-        if pool is None:
-            continue
+    for node, pool, short in sorted(_short(view, book), key=lambda item: item[0].id):
         target = book.targets.get(pool.name, pool.target)
         free = max(0, int(node.free_gpu_slots) - (target - pool.running - pool.starting))
-        more = min(room_for_serving(view, book, node) - target, free, left)
+        more = min(short, free, left)
         if more > 0:
             left -= more
             reason = "training is over: replicas come home in steps" if returning else "free GPUs serve"
             moves.append(SetTarget(pool=pool.name, replicas=target + more, reason=reason, at_s=now_s))
+    return tuple(moves)
+
+
+def _short(view: View, book: Book) -> Iterator[tuple[NodeSeen, PoolSeen, int]]:
+    """Nodes whose pool is to have more replicas than it is to have now, and how many more."""
+    held = book.holders
+    for node_id, node in view.nodes.items():
+        pool = view.pools.get(pool_name(node_id))
+        if pool is None or node_id in held:
+            continue
+        target = book.targets.get(pool.name, pool.target)
+        if target < node.gpu_slots and (short := room_for_serving(view, book, node) - target) > 0:
+            yield node, pool, short
+
+
+def lowerings(view: View, book: Book, now_s: float) -> tuple[SetTarget, ...]:
+    """Targets to lower because a GPU is not even good for serving; nodes that a claim holds drain by its own moves.
+
+    Serve chooses which replica stops: one that is not ready goes first, and on a dead GPU none is ready for long.
+    """
+    moves = []
+    for node_id in book.quarantined:
+        node, name = view.nodes.get(node_id), pool_name(node_id)
+        if node is None or name not in view.pools or book.holder_of(node_id) is not None:
+            continue
+        room = room_for_serving(view, book, node)
+        if book.targets.get(name, view.pools[name].target) > room:
+            reason = f"{room} of its GPUs are good for serving"
+            moves.append(SetTarget(pool=name, replicas=room, reason=reason, at_s=now_s))
     return tuple(moves)
 
 
@@ -77,4 +107,4 @@ def _settled(view: View) -> bool:
 
 
 def _is_settled(pool: PoolSeen) -> bool:
-    return pool.running >= pool.target and pool.starting == 0 and pool.stopping == 0
+    return pool.running >= pool.target and pool.starting == 0

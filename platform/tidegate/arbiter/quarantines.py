@@ -1,33 +1,112 @@
 """Which GPUs are kept from gangs: the agents' verdicts, turned into moves. Pure.
 
-A person's quarantines (`tidegate quarantine`) are in the book too; only a person lifts those.
+A person's quarantines (`tidegate quarantine`) are in the book too; only a person lifts those, and no brake holds them.
 """
 
 from __future__ import annotations
 
-from tidegate.arbiter.book import HOLDING, OPERATOR_RULE, Book, Evict, Impose, Lift, Move, hold_of
+from collections.abc import Iterable
+
+from tidegate.arbiter.book import (
+    HOLDING,
+    OPERATOR_RULE,
+    Book,
+    Brake,
+    Evict,
+    Hold,
+    Impose,
+    Lift,
+    Move,
+    Unbrake,
+    hold_of,
+)
 from tidegate.arbiter.messages import Action, Verdict, When
-from tidegate.arbiter.view import View, standing_on
+from tidegate.arbiter.view import DOMAIN_LABEL, View, gpus_of, standing_on
 from tidegate.ids import GpuId, NodeId
+from tidegate.spec.policy import FleetBrakeSpec
 
 
-def quarantine_moves(book: Book, view: View, now_s: float) -> tuple[tuple[Move, ...], str]:
-    """Follow the agents' verdicts: impose new ones (and take the GPU out of its gang), lift those that ended."""
-    moves: list[Move] = []
-    for report in view.health.values():
-        standing = {hold_of(v): v for v in report.verdicts if v.action is not Action.WARN}
-        for hold, verdict in standing.items():
-            held = book.quarantines.get(hold)
-            if held is None or (held.verdict.tier, held.verdict.action) != (verdict.tier, verdict.action):
-                moves.append(Impose(verdict=verdict, at_s=now_s))
-        if report.gpus:  # an agent that sees no GPU can't say that one is well
-            for hold, quarantine in book.quarantines.items():
-                node, gpu, rule = hold
-                if node == report.node and rule != OPERATOR_RULE and hold not in standing:
-                    ended = f"the agent lifted it: {quarantine.verdict.ends}"
-                    moves.append(Lift(node=node, gpu=gpu, rule=rule, reason=ended))
+def quarantine_moves(book: Book, view: View, brake: FleetBrakeSpec, now_s: float) -> tuple[tuple[Move, ...], str]:
+    """Follow the agents' verdicts: impose new ones (and take the GPU out of its gang) as far as the fleet brake lets
+    them, lift those that ended."""
+    standing: dict[Hold, Verdict] = {
+        hold_of(verdict): verdict
+        for report in view.health.values()
+        for verdict in report.verdicts
+        if verdict.action is not Action.WARN
+    }
+    moves: list[Move] = [*_impositions(book, view, brake, standing, now_s)]
+    for hold, quarantine in book.quarantines.items():
+        node, gpu, rule = hold
+        if rule != OPERATOR_RULE and hold not in standing and _sees(view, node):
+            ended = f"the agent lifted it: {quarantine.verdict.ends}"
+            moves.append(Lift(node=node, gpu=gpu, rule=rule, reason=ended))
+    for hold, finding in book.held_back.items():
+        node, gpu, rule = hold
+        ended = f"the agent lifted it: {finding.verdict.ends}" if node in view.nodes else "its node is gone"
+        if hold not in standing and (_sees(view, node) or node not in view.nodes):
+            moves.append(Unbrake(rule=rule, node=node, gpu=gpu, reason=ended, at_s=now_s))
     moves.extend(_evictions(book, view, now_s))
     return tuple(moves), "; ".join(_said(move) for move in moves)
+
+
+def _impositions(
+    book: Book, view: View, brake: FleetBrakeSpec, standing: dict[Hold, Verdict], now_s: float
+) -> Iterable[Impose | Brake]:
+    """What stands and is not in the book yet, the oldest finding first: that is the order in which the brake bites."""
+    braked = {rule for _, _, rule in book.held_back}
+    taken = {
+        rule: {node for node, at_s in nodes.items() if now_s - at_s < brake.window_s}
+        for rule, nodes in book.imposed_at_s.items()
+    }
+    for hold, verdict in sorted(standing.items(), key=lambda item: (item[1].at_s, item[0][0], item[0][1] or "")):
+        held = book.quarantines.get(hold)
+        if held is not None:
+            if (held.verdict.tier, held.verdict.action) != (verdict.tier, verdict.action):
+                yield Impose(verdict=verdict, at_s=now_s)
+            continue
+        out = taken.setdefault(verdict.rule, set())
+        free = (
+            verdict.node in out
+            or _is_out(book, verdict)  # by this rule already: no further node
+            or verdict.rule in brake.hard_faults
+            or now_s - book.unbraked_at_s.get(verdict.rule, -brake.window_s) < brake.window_s
+        )
+        why = None if free else _too_many(view, brake, verdict, out)
+        if why is None and (free or verdict.rule not in braked):
+            out.add(verdict.node)
+            yield Impose(verdict=verdict, at_s=now_s)
+            continue
+        braked.add(verdict.rule)
+        if hold not in book.held_back:
+            reason = f"fleet brake on rule {verdict.rule}: {why or 'it is on'}"
+            yield Brake(verdict=verdict, reason=f"{reason}; `tidegate pardon {verdict.rule}` lets it go on", at_s=now_s)
+
+
+def _too_many(view: View, brake: FleetBrakeSpec, verdict: Verdict, out: set[NodeId]) -> str | None:
+    """Why one more node may not go by this rule, if so; `out` are those that it took out within the window."""
+    allowed = max(1, int(brake.node_share * len(view.nodes) + 1e-9))
+    if len(out) >= allowed:
+        return f"{len(out)} of {len(view.nodes)} nodes within {brake.window_s:.0f} s, {allowed} may go"
+    domain = _domain(view, verdict.node)
+    beside = sum(1 for node in out if domain and _domain(view, node) == domain)
+    if beside >= brake.nodes_per_domain:
+        return f"{beside} nodes of domain {domain} within {brake.window_s:.0f} s, {brake.nodes_per_domain} may go"
+    return None
+
+
+def _is_out(book: Book, verdict: Verdict) -> bool:
+    return any(quarantine.verdict.rule == verdict.rule for quarantine in book.quarantined.get(verdict.node, ()))
+
+
+def _sees(view: View, node: NodeId) -> bool:
+    """An agent that sees no GPU can't say that one is well."""
+    return node in view.health and bool(view.health[node].gpus)
+
+
+def _domain(view: View, node: NodeId) -> str:
+    """Nodes without the label are no domain together."""
+    return view.nodes[node].labels.get(DOMAIN_LABEL, "") if node in view.nodes else ""
 
 
 EVICTION_REPEAT_S = 2.0
@@ -41,12 +120,12 @@ def _evictions(book: Book, view: View, now_s: float) -> tuple[Evict, ...]:
         gang = view.gangs.get(claim.id)
         if claim.state not in HOLDING or gang is None or claim.grant is None:
             continue
+        marked = [node for node in claim.nodes if node in book.quarantined and node in view.nodes]
+        ranks = frozenset(gang.gpus) if marked else frozenset()
         told: set[str] = set()
-        node_of = {gpu: node.node for node in claim.grant.nodes for gpu in node.gpus}
-        for gpu in gang.gpus:
-            node = node_of.get(gpu)
-            held = _leaves_now(book, node, gpu) if node is not None else None
-            if node is None or held is None:
+        for node, gpu in [(place, gpu) for place in marked for gpu in _gpus_at(book, view, place) if gpu in ranks]:
+            held = _leaves_now(book, node, gpu)
+            if held is None:
                 continue
             whole = held.action is Action.EVICT_NODE
             subject = node if whole else gpu
@@ -66,6 +145,13 @@ def _evictions(book: Book, view: View, now_s: float) -> tuple[Evict, ...]:
     return tuple(moves)
 
 
+def _gpus_at(book: Book, view: View, node: NodeId) -> Iterable[GpuId]:
+    """The node's GPUs, and those that stand in verdicts though the driver does not list them any more."""
+    named = (quarantine.verdict.gpu for quarantine in book.quarantined[node])
+    listed = (gpu.uuid for gpu in gpus_of(view, view.nodes[node]))
+    return dict.fromkeys((*(gpu for gpu in named if gpu is not None), *listed))
+
+
 def _leaves_now(book: Book, node: NodeId, gpu: GpuId) -> Verdict | None:
     """The verdict for which a GPU must leave its gang at once; one against its node goes first."""
     now = [q.verdict for q in standing_on(book, node, gpu) if q.verdict.when is When.NOW]
@@ -76,6 +162,8 @@ def _said(move: Move) -> str:
     match move:
         case Impose():
             return f"quarantine {move.verdict.gpu or move.verdict.node}: {move.verdict.evidence}"
+        case Brake():
+            return f"{move.verdict.gpu or move.verdict.node} stays: {move.reason}"
         case Lift() | Evict():
             return f"{move.kind} {move.gpu or move.node}: {move.reason}"
         case _:

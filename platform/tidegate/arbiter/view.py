@@ -7,8 +7,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from tidegate.arbiter.book import Book, Quarantine
-from tidegate.arbiter.messages import GangReport, GatewayReport, GpuSeen, HealthReport, ReplicaReport
+from tidegate.arbiter.messages import Action, GangReport, GatewayReport, GpuSeen, HealthReport, ReplicaReport
 from tidegate.ids import ClaimId, GatewayId, GpuId, NodeId, PoolName, Tier
+
+DOMAIN_LABEL = "tidegate/domain"
+"""Node label that names the network domain (rail, rack, NVLink switch)."""
 
 
 class GroupState(StrEnum):
@@ -28,6 +31,8 @@ class NodeSeen:
     free_gpu_slots: float
     labels: Mapping[str, str] = field(default_factory=dict)
     name: str = ""
+    drains_by_s: float | None = None
+    """When it goes, where Ray drains it (spot notice, maintenance); infinity if that is not known; None = it stays."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,12 +56,17 @@ class View:
     nodes: Mapping[NodeId, NodeSeen]
     pools: Mapping[PoolName, PoolSeen]
     groups: Mapping[ClaimId, GroupState]
+    """Of each claim's present attempt; one that is not named is absent."""
     gateways: Mapping[GatewayId, GatewayReport]
     health: Mapping[NodeId, HealthReport]
     gangs: Mapping[ClaimId, GangReport]
-    releases: Mapping[ClaimId, str] = field(default_factory=dict)
-    """Claims whose owner has let go, and why."""
+    gangs_gone: Mapping[ClaimId, str] = field(default_factory=dict)
+    """Claims whose coordinator is dead, and how that was seen."""
     replicas: Mapping[str, ReplicaReport] = field(default_factory=dict)
+    leaked: Mapping[str, ClaimId] = field(default_factory=dict)
+    """Placement groups of ours that are no claim's present one, and whose they were."""
+    overflow_for_s: float = 0.0
+    """For how long, without a pause, requests have waited or gone to providers."""
 
 
 def gpus_of(view: View, node: NodeSeen) -> tuple[GpuSeen, ...]:
@@ -69,19 +79,64 @@ def gpus_of(view: View, node: NodeSeen) -> tuple[GpuSeen, ...]:
 
 def standing_on(book: Book, node: NodeId, gpu: GpuId) -> tuple[Quarantine, ...]:
     """The quarantines that hold a GPU: its own and its node's."""
-    return tuple(q for (on_node, on_gpu, _), q in book.quarantines.items() if on_node == node and on_gpu in (gpu, None))
+    return tuple(q for q in book.quarantined.get(node, ()) if q.verdict.gpu in (gpu, None))
+
+
+def is_out(book: Book, node: NodeId) -> bool:
+    """Whether a verdict takes the whole node from gangs, though it may name one GPU."""
+    return any(q.verdict.action is Action.EVICT_NODE for q in book.quarantined.get(node, ()))
 
 
 def tier_of(book: Book, node: NodeId, gpu: GpuId) -> Tier:
     """What a GPU is good enough for: the worst that any quarantine on it says."""
-    tiers = {quarantine.verdict.tier for quarantine in standing_on(book, node, gpu)}
-    return next((tier for tier in (Tier.NONE, Tier.SERVE) if tier in tiers), Tier.GANG)
+    whole, each = _tiers(book, node)
+    return _worse(whole, each.get(gpu, Tier.GANG))
 
 
 def fit_gpus(view: View, book: Book, node: NodeSeen, *tiers: Tier) -> tuple[GpuId, ...]:
     """The node's GPUs whose tier is one of `tiers`, in NVML's order."""
-    return tuple(gpu.uuid for gpu in gpus_of(view, node) if tier_of(book, node.id, gpu.uuid) in tiers)
+    whole, each = _tiers(book, node.id)
+    return tuple([g.uuid for g in gpus_of(view, node) if _worse(whole, each.get(g.uuid, Tier.GANG)) in tiers])
 
 
-def live_gateways(view: View, now_s: float, silent_after_s: float) -> tuple[GatewayReport, ...]:
-    return tuple(g for g in view.gateways.values() if now_s - g.at_s <= silent_after_s)
+def _tiers(book: Book, node: NodeId) -> tuple[Tier, Mapping[GpuId, Tier]]:
+    """What the node as a whole is good enough for, and those of its GPUs of which something else was found."""
+    whole = Tier.GANG
+    each: dict[GpuId, Tier] = {}
+    for quarantine in book.quarantined.get(node, ()):
+        verdict = quarantine.verdict
+        if verdict.gpu is None:
+            whole = _worse(whole, verdict.tier)
+        else:
+            each[verdict.gpu] = _worse(each.get(verdict.gpu, Tier.GANG), verdict.tier)
+        if verdict.action is Action.EVICT_NODE:
+            whole = _worse(whole, Tier.SERVE)
+    return whole, each
+
+
+def _worse(one: Tier, other: Tier) -> Tier:
+    if Tier.NONE in (one, other):
+        return Tier.NONE
+    return Tier.SERVE if Tier.SERVE in (one, other) else Tier.GANG
+
+
+def count_fit(view: View, book: Book, node: NodeSeen, *tiers: Tier) -> int:
+    """How many `fit_gpus` has. Of a node against which nothing stands that is known without looking at its GPUs."""
+    if node.id in book.quarantined:
+        return len(fit_gpus(view, book, node, *tiers))
+    if Tier.GANG not in tiers:
+        return 0
+    report = view.health.get(node.id)
+    return min(node.gpu_slots, len(report.gpus)) if report is not None and report.gpus else node.gpu_slots
+
+
+def live_gateways(
+    gateways: Mapping[GatewayId, GatewayReport], now_s: float, silent_after_s: float
+) -> tuple[GatewayReport, ...]:
+    """Those that have reported lately."""
+    return tuple(gateway for gateway in gateways.values() if now_s - gateway.at_s <= silent_after_s)
+
+
+def overflow(gateway: GatewayReport) -> int:
+    """Requests that wait for a replica now, or are with a provider."""
+    return gateway.waiting + sum(provider.ongoing for provider in gateway.providers)

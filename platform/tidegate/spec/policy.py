@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 Seconds = Annotated[float, Field(gt=0, le=30 * 86_400)]
 SecondsOrZero = Annotated[float, Field(ge=0, le=30 * 86_400)]
 Celsius = Annotated[float, Field(ge=0, le=130)]
+Port = Annotated[int, Field(ge=1, le=65_535)]
 
 
 class Model(BaseModel):
@@ -50,6 +51,9 @@ class ServingSpec(Model):
     """Replicas that come home at once when training ends."""
     return_dwell_s: SecondsOrZero = 2.0
     """Rest between two such steps, counted from the last replica being ready."""
+    reclaim_after_s: Seconds = 5.0
+    """When requests have overflowed for so long, claims of classes below `serving` leave. They get GPUs that replicas
+    hold only as far as these were idle over the last minute, and one busy replica more than that always stays."""
 
 
 class ClaimsSpec(Model):
@@ -59,12 +63,31 @@ class ClaimsSpec(Model):
     """A claim that is not granted this long after its turn came is undone."""
     proving_retry_s: Seconds = 2.0
     """Rest between two rounds of canaries while no way out answers."""
+    min_run_s: SecondsOrZero = 300.0
+    """A claim above `serving` is not preempted before it has run for so long. Those below leave whenever asked."""
+    preempt_notice_s: Seconds = 30.0
+    """What a preempted gang has to save and leave; then its GPUs are taken."""
+    dwell_s: SecondsOrZero = 10.0
+    """GPUs that came home stay for so long, unless the claim that wants them has waited for so long already: however
+    often claims come and go, a node changes hands at most once in this time."""
+    unknown_memory_max_bytes: Annotated[int, Field(ge=0)] = 2 * 2**30
+    """A GPU that has more of its memory taken while no process is listed on it is not handed to a gang."""
 
     @model_validator(mode="after")
     def _serving_has_a_place(self) -> ClaimsSpec:
         if "serving" not in self.classes:
             raise ValueError("must name `serving`, so that the others stand above or below it")
         return self
+
+
+class PurseSpec(Model):
+    per_hour_usd: Annotated[float, Field(ge=0)] | None = None
+    """What overflow may cost in one clock hour (UTC); none = no limit, 0 = nothing is ever bought."""
+    per_day_usd: Annotated[float, Field(ge=0)] | None = None
+    """What it may cost in one calendar day (UTC)."""
+    over_budget: Literal["wait", "shed"] = "wait"
+    """When that is spent. `wait`: claims that need serving's GPUs wait for the next hour or day; other overflow is
+    still paid. `shed`: claims go on, and gateways refuse overflow (429 with Retry-After) rather than buy it."""
 
 
 class ProviderSpec(Model):
@@ -106,6 +129,19 @@ class TemperatureRule(Model):
         return self
 
 
+class FleetBrakeSpec(Model):
+    """One rule that takes out many nodes in a short time has found a broken cooling unit, a bad driver or its own bug,
+    not many broken nodes: it is stopped, and a person decides."""
+
+    node_share: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """Of the live GPU nodes: so many, and always one, one rule may take out within `window_s`."""
+    nodes_per_domain: Annotated[int, Field(ge=1)] = 3
+    """And so many of one network domain (node label `tidegate/domain`)."""
+    window_s: Annotated[float, Field(gt=0, le=3600)] = 600.0
+    hard_faults: tuple[str, ...] = ("gpu_lost",)
+    """Rules that are never braked: what they find cannot compute, whatever the cause."""
+
+
 class HealthSpec(Model):
     period_s: Seconds = 1.0
     nvml_library: str | None = None
@@ -117,6 +153,7 @@ class HealthSpec(Model):
     state_dir: str = "~/.tidegate/health"
     """Where each node's agent keeps its standing verdicts over its own restarts; on the node."""
     temperature: TemperatureRule = TemperatureRule()
+    fleet_brake: FleetBrakeSpec = FleetBrakeSpec()
 
     @property
     def state_path(self) -> Path:
@@ -129,10 +166,109 @@ class GangSpec(Model):
     hang_floor_s: Seconds = 5.0
     """A rank without progress for max(this, hang_steps × median step) is hung."""
     hang_steps: Annotated[float, Field(ge=2)] = 5.0
-    start_deadline_s: Seconds = 120.0
-    """From a generation's plan to its first step: imports, rendezvous, restore and compile are in it."""
+    start_deadline_s: Seconds = 180.0
+    """From a generation's plan to its first step: imports, rendezvous, restore and compile are in it. Must be longer
+    than the run's own `timeout_s`: a collective that gives up says which one it was, a killed rank doesn't."""
+    save_deadline_s: Seconds = 600.0
+    """How long a rank may stand still while it saves."""
+    export_deadline_s: Seconds = 600.0
+    """How long a rank may stand still while it exports the weights."""
+    join_deadline_s: Seconds = 60.0
+    """From the start of Ray Train's workers to the last one's first word; then they are started anew."""
+    short_deadline_s: Seconds = 300.0
+    """How long a gang with fewer GPUs than its least waits for others before the run fails."""
+    save_margin_s: SecondsOrZero = 2.0
+    """Before the deadline of a save whoever has not committed is killed, so that the nodes are free in time."""
+    coordinator_silent_after_s: Seconds = 120.0
+    """Ranks train on without their coordinator for so long."""
     no_progress_generations: Annotated[int, Field(ge=2)] = 3
     """Generations in a row without a new checkpoint after which the run stops and says so."""
+    off_head: bool = True
+    """Keep coordinators and Train controllers off the head node where there is another one."""
+
+    @model_validator(mode="after")
+    def _clocks_in_order(self) -> GangSpec:
+        """A limit that watches something slow must be longer than those of its parts (C045)."""
+        for shorter, longer in (
+            ("heartbeat_s", "hang_floor_s"),
+            ("hang_floor_s", "start_deadline_s"),
+            ("hang_floor_s", "save_deadline_s"),
+            ("hang_floor_s", "export_deadline_s"),
+            ("hang_floor_s", "join_deadline_s"),
+            ("join_deadline_s", "coordinator_silent_after_s"),
+        ):
+            if not getattr(self, shorter) < getattr(self, longer):
+                raise ValueError(f"{longer} must be longer than {shorter}")
+        return self
+
+
+RAY_WORKER_PORTS = range(10_002, 20_000)
+"""Ray's workers listen here; `ray start` refuses a port of its own among them."""
+
+
+class RedisSpec(Model):
+    """Where the head keeps what must outlive it. Without it a lost head is a lost cluster."""
+
+    address: Annotated[str, Field(pattern=r"^[^\s:/]+:\d{1,5}$")]
+    """`host:port` of a Redis that does not stand or fall with the head's machine."""
+    namespace: Annotated[str, Field(min_length=1)] = "tidegate"
+    """Keeps clusters apart that share one Redis. A new cluster under an old name finds the old one's actors."""
+    password_env: str | None = None
+    """Name of the environment variable that holds the password; it never stands in this file."""
+
+
+class ClusterSpec(Model):
+    """How `tidegate up --head` and `--join` start Ray. On a cluster that was started otherwise it has no effect."""
+
+    gcs_port: Port = 6379
+    """The head's; other nodes join by it."""
+    dashboard_host: str = "127.0.0.1"
+    """The address that the dashboard (job submission, Serve deployment) listens on; 0.0.0.0 = all."""
+    dashboard_port: Port = 8265
+    dashboard_agent_port: Port = 52365
+    """Each node's; where it is taken, job submission fails without a word from Ray."""
+    metrics_port: Port | None = None
+    """Each node's, for Prometheus; none = Ray picks one and lists it in its session's service discovery file."""
+    health_check_period_s: Annotated[float, Field(ge=0.1, le=60)] = 1.0
+    """How often the head asks each node whether it lives."""
+    health_check_timeout_s: Annotated[float, Field(ge=0.1, le=60)] = 2.0
+    """An answer that takes longer is a failure."""
+    health_check_failures: Annotated[int, Field(ge=1, le=20)] = 3
+    """So many in a row and the node is dead. A killed node is noticed after about period × failures, a frozen one after
+    (period + timeout) × failures: 9 s by default, where Ray's own settings take 63 s (measured)."""
+    head_away_s: Seconds = 120.0
+    """Nodes wait so long for a head that is away (see `redis`), then they end."""
+    redis: RedisSpec | None = None
+    haproxy: bool = False
+    """Serve's ingress is HAProxy instead of Ray's Python proxy; on every node, so it is set when Ray is started."""
+    haproxy_stats_port: Port = 8404
+    haproxy_metrics_port: Port = 9101
+    temp_dir: str | None = None
+    """Ray's session folder, 40 characters at most (unix sockets lie below it); none = /tmp/ray."""
+    labels: dict[str, str] = Field(default_factory=dict)
+    """Ray labels of every node that joins by `--join`; `--label` adds a node's own."""
+
+    @model_validator(mode="after")
+    def _ports_can_be_bound(self) -> ClusterSpec:
+        names = ["gcs_port", "dashboard_port", "dashboard_agent_port", "metrics_port"]
+        names += ["haproxy_stats_port", "haproxy_metrics_port"] if self.haproxy else []
+        taken: dict[int, str] = {}
+        for name in names:
+            port = getattr(self, name)
+            if port is None:
+                continue
+            if port in RAY_WORKER_PORTS:
+                raise ValueError(f"{name} {port} lies among the ports of Ray's workers; choose one outside 10002-19999")
+            if port in taken:
+                raise ValueError(f"{name} and {taken[port]} are both {port}; give each its own")
+            taken[port] = name
+        return self
+
+    @model_validator(mode="after")
+    def _temp_dir_is_short(self) -> ClusterSpec:
+        if self.temp_dir is not None and not (self.temp_dir.startswith("/") and len(self.temp_dir) <= 40):
+            raise ValueError(f"temp_dir must be absolute and have 40 characters at most, got {self.temp_dir!r}")
+        return self
 
 
 class Policy(Model):
@@ -143,6 +279,8 @@ class Policy(Model):
     claims: ClaimsSpec = ClaimsSpec()
     gang: GangSpec = GangSpec()
     health: HealthSpec = HealthSpec()
+    purse: PurseSpec = PurseSpec()
+    cluster: ClusterSpec = ClusterSpec()
     providers: tuple[ProviderSpec, ...] = ()
 
     @model_validator(mode="after")

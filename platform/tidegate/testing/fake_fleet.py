@@ -1,14 +1,14 @@
 """A cluster in memory: nodes, pools that start and stop replicas, placement groups that wait for free GPUs.
 
-It keeps Ray's two awkward rules: a replica takes time to start and to stop, and a replica that waits for a GPU wins a
-freed one against a placement group that waits for it.
+It keeps Ray's awkward rules: a replica takes time to start and to stop; a replica that waits for a GPU wins a freed one
+against a placement group that waits for it; a group whose node dies waits for ever.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tidegate.arbiter.book import Book, CreateGroup, Evict, Move, RemoveGroup, SetTarget
+from tidegate.arbiter.book import Book, CreateGroup, Evict, Move, RemoveGroup, SetTarget, StopReplicas, group_name
 from tidegate.arbiter.loop import FleetSeen
 from tidegate.arbiter.view import GroupState, NodeSeen, PoolSeen
 from tidegate.ids import ClaimId, NodeId, PoolName, pool_name
@@ -26,6 +26,8 @@ class _Pool:
     starting: int = 0
     running: int = 0
     stopping: int = 0
+    held_up: int = 0
+    """Of those that run: told to stop, and don't."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,11 +39,19 @@ class FakeFleet:
     serves: bool = True
     """Whether an application with a pool for each node is deployed."""
     stuck: set[NodeId] = field(default_factory=set)
-    """Nodes whose replicas do not stop."""
+    """Nodes whose replicas do not stop by themselves."""
+    frozen: set[NodeId] = field(default_factory=set)
+    """Nodes whose replicas cannot even be cut off."""
+    broken: set[NodeId] = field(default_factory=set)
+    """Nodes whose replicas do not get ready."""
+    drains: dict[NodeId, float] = field(default_factory=dict)
+    """Nodes that Ray drains, and by when."""
+    labels: dict[NodeId, dict[str, str]] = field(default_factory=dict)
     crash_after_moves: int | None = None
     pools: dict[NodeId, _Pool] = field(init=False)
-    groups: dict[ClaimId, tuple[NodeId, ...]] = field(init=False, default_factory=dict)
-    ready: set[ClaimId] = field(init=False, default_factory=set)
+    groups: dict[str, tuple[NodeId, ...]] = field(init=False, default_factory=dict)
+    """Placement group -> its nodes."""
+    ready: set[str] = field(init=False, default_factory=set)
     evicted: list[Evict] = field(init=False, default_factory=list)
     applied: list[Move] = field(init=False, default_factory=list)
     gangs_gone: dict[ClaimId, str] = field(init=False, default_factory=dict)
@@ -52,21 +62,39 @@ class FakeFleet:
     def look(self, book: Book) -> FleetSeen:
         self._pass_time()
         nodes = {
-            node: NodeSeen(id=node, address="10.0.0.1", gpu_slots=slots, free_gpu_slots=self._free(node), name=node)
+            node: NodeSeen(
+                id=node,
+                address="10.0.0.1",
+                gpu_slots=slots,
+                free_gpu_slots=self._free(node),
+                labels=self.labels.get(node, {}),
+                name=node,
+                drains_by_s=self.drains.get(node),
+            )
             for node, slots in self.slots.items()
         }
         pools: dict[PoolName, PoolSeen] = {
             pool_name(node): PoolSeen(
                 name=pool_name(node),
                 target=pool.target,
-                running=pool.running,
+                running=pool.running - pool.held_up,
                 starting=pool.starting + pool.waiting,
-                stopping=pool.stopping,
+                stopping=pool.stopping + pool.held_up,
             )
             for node, pool in self.pools.items()
         }
-        groups = {claim: GroupState.READY if claim in self.ready else GroupState.PENDING for claim in self.groups}
-        return FleetSeen(nodes=nodes, pools=pools, groups=groups, gangs_gone=dict(self.gangs_gone))
+        newest = {group_name(claim): claim.id for claim in book.claims.values()}
+        return FleetSeen(
+            nodes=nodes,
+            pools=pools,
+            groups={
+                newest[name]: GroupState.READY if name in self.ready else GroupState.PENDING
+                for name in self.groups
+                if name in newest
+            },
+            leaked={name: ClaimId("") for name in self.groups if name not in newest},
+            gangs_gone=dict(self.gangs_gone),
+        )
 
     def apply(self, move: Move, book: Book) -> None:
         if self.crash_after_moves is not None:
@@ -78,15 +106,32 @@ class FakeFleet:
             case SetTarget():
                 pool = next(pool for pool in self.pools.values() if pool_name(pool.node) == move.pool)
                 pool.target = move.replicas
+            case StopReplicas():
+                for pool in self.pools.values():
+                    if pool_name(pool.node) in move.pools and pool.node not in self.frozen:
+                        self.stuck.discard(pool.node)
             case CreateGroup():
-                self.groups.setdefault(move.claim, move.nodes)
+                self.groups.setdefault(group_name(book.claims[move.claim]), move.nodes)
             case RemoveGroup():
-                self.groups.pop(move.claim, None)
-                self.ready.discard(move.claim)
+                name = move.group or group_name(book.claims[move.claim])
+                self.groups.pop(name, None)
+                self.ready.discard(name)
             case Evict():
                 self.evicted.append(move)
             case _:
                 pass
+
+    def lose(self, node: NodeId) -> None:
+        """The node dies, with all that stood on it."""
+        del self.slots[node]
+        self.pools.pop(node, None)
+        self.drains.pop(node, None)
+        self.ready -= {name for name, nodes in self.groups.items() if node in nodes}
+
+    def join(self, node: NodeId, slots: int) -> None:
+        self.slots[node] = slots
+        if self.serves:
+            self.pools[node] = _Pool(node)
 
     def holders(self, node: NodeId) -> int:
         """GPUs of the node that are taken, by replicas and ready placement groups."""
@@ -95,25 +140,33 @@ class FakeFleet:
     def _free(self, node: NodeId) -> int:
         pool = self.pools.get(node)
         replicas = pool.starting + pool.running + pool.stopping if pool else 0
-        held = sum(self.slots[node] for claim in self.ready if node in self.groups[claim])
+        held = sum(self.slots[node] for name in self.ready if node in self.groups[name])
         return self.slots[node] - replicas - held
 
     def _pass_time(self) -> None:
         for pool in self.pools.values():
-            pool.stopping = 0
-            pool.running += pool.starting
+            pool.stopping = pool.held_up = 0
+            if pool.node in self.broken:
+                pool.waiting += pool.starting
+            else:
+                pool.running += pool.starting
             pool.starting = 0
             surplus = pool.running + pool.waiting - pool.target
-            if surplus > 0 and pool.node not in self.stuck:
+            if surplus > 0:
                 dropped = min(surplus, pool.waiting)
                 pool.waiting -= dropped
-                pool.stopping = surplus - dropped
-                pool.running -= pool.stopping
+                stopping = surplus - dropped
+                if pool.node in self.stuck | self.frozen:
+                    pool.held_up = stopping
+                else:
+                    pool.stopping, pool.held_up = stopping, 0
+                    pool.running -= stopping
             elif surplus < 0:
                 pool.waiting -= surplus
             # Actors first: this is the race that Ray lets a replica win.
             pool.starting = min(pool.waiting, self._free(pool.node))
             pool.waiting -= pool.starting
-        for claim, nodes in self.groups.items():
-            if claim not in self.ready and all(self._free(node) == self.slots[node] for node in nodes):
-                self.ready.add(claim)
+        for name, nodes in self.groups.items():
+            there = all(node in self.slots and node not in self.drains for node in nodes)
+            if name not in self.ready and there and all(self._free(node) == self.slots[node] for node in nodes):
+                self.ready.add(name)

@@ -16,7 +16,7 @@
      gpu.3.delay_ms=60000     every call on this GPU hangs this long, or until the line says otherwise
      gpu.3.field.230.0=1      field value, by field id and scope
      gpu.3.gpm.5=41.5         GPM metric, by its id, in NVML's unit
-   and uuid, name, margin, util, mem_total, mem_used, power_mw. A key that is missing reads as NOT_SUPPORTED. */
+   and uuid, name, margin, util, mem_total, mem_used, power_mw, processes (how many it lists). A key that is missing reads as NOT_SUPPORTED. */
 
 #define _GNU_SOURCE
 #include <pthread.h>
@@ -373,22 +373,66 @@ nvmlReturn_t nvmlDeviceGetPowerUsage(struct device *device, unsigned int *milliw
     return ask_unsigned(device, __func__, "power_mw", milliwatts);
 }
 
-nvmlReturn_t nvmlDeviceGetMemoryInfo(struct device *device, nvmlMemory_t *out) {
+static nvmlReturn_t ask_memory(struct device *device, const char *function, unsigned long long *total,
+                               unsigned long long *used) {
     int gpu;
-    nvmlReturn_t code = enter(device, __func__, &gpu);
+    nvmlReturn_t code = enter(device, function, &gpu);
     if (code != SUCCESS)
         return code;
-    const char *total, *used;
-    code = gpu_value(gpu, "mem_total", &total);
+    const char *total_text, *used_text;
+    code = gpu_value(gpu, "mem_total", &total_text);
     if (code == SUCCESS)
-        code = gpu_value(gpu, "mem_used", &used);
+        code = gpu_value(gpu, "mem_used", &used_text);
     if (code == SUCCESS) {
-        out->total = strtoull(total, NULL, 0);
-        out->used = strtoull(used, NULL, 0);
-        out->free = out->total - out->used;
+        *total = strtoull(total_text, NULL, 0);
+        *used = strtoull(used_text, NULL, 0);
     }
     pthread_mutex_unlock(&mutex);
     return code;
+}
+
+nvmlReturn_t nvmlDeviceGetMemoryInfo(struct device *device, nvmlMemory_t *out) {
+    unsigned long long total, used;
+    nvmlReturn_t code = ask_memory(device, __func__, &total, &used);
+    if (code == SUCCESS)
+        *out = (nvmlMemory_t){.total = total, .used = used, .free = total - used};
+    return code;
+}
+
+typedef struct {
+    unsigned int version;
+    unsigned long long total, reserved, free, used;
+} nvmlMemory_v2_t;
+
+nvmlReturn_t nvmlDeviceGetMemoryInfo_v2(struct device *device, nvmlMemory_v2_t *out) {
+    unsigned long long total, used;
+    if (out->version != (sizeof *out | 2u << 24))
+        return ARGUMENT_VERSION_MISMATCH;
+    nvmlReturn_t code = ask_memory(device, __func__, &total, &used);
+    if (code == SUCCESS)
+        *out = (nvmlMemory_v2_t){.version = out->version, .total = total, .used = used, .free = total - used};
+    return code;
+}
+
+typedef struct {
+    unsigned int pid;
+    unsigned long long used_bytes;
+    unsigned int gpu_instance;
+    unsigned int compute_instance;
+} nvmlProcessInfo_t;
+
+nvmlReturn_t nvmlDeviceGetComputeRunningProcesses_v3(struct device *device, unsigned int *count,
+                                                     nvmlProcessInfo_t *out) {
+    unsigned int listed, room = *count;
+    nvmlReturn_t code = ask_unsigned(device, __func__, "processes", &listed);
+    if (code != SUCCESS)
+        return code;
+    *count = listed;
+    if (listed > room)
+        return INSUFFICIENT_SIZE;
+    for (unsigned int i = 0; i < listed; i++)
+        out[i] = (nvmlProcessInfo_t){.pid = 1000 + i};
+    return SUCCESS;
 }
 
 enum { VALUE_DOUBLE = 0, VALUE_UNSIGNED_LONG_LONG = 3, VALUE_SIGNED_INT = 5 };
@@ -519,6 +563,8 @@ unsigned long fake_nvml_sizeof(const char *type) {
         {"c_nvmlMarginTemperature_v1_t", sizeof(nvmlMarginTemperature_v1_t)},
         {"c_nvmlUtilization_t", sizeof(nvmlUtilization_t)},
         {"c_nvmlMemory_t", sizeof(nvmlMemory_t)},
+        {"c_nvmlMemory_v2_t", sizeof(nvmlMemory_v2_t)},
+        {"c_nvmlProcessInfo_v2_t", sizeof(nvmlProcessInfo_t)},
         {"c_nvmlFieldValue_t", sizeof(nvmlFieldValue_t)},
         {"c_nvmlGpmMetric_t", sizeof(nvmlGpmMetric_t)},
         {"c_nvmlGpmMetricsGet_t", sizeof(nvmlGpmMetricsGet_t)},

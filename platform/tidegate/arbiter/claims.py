@@ -1,0 +1,216 @@
+"""Each claim's next step, in the order of their turns. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tidegate.arbiter import pools, purse
+from tidegate.arbiter.book import (
+    HOLDING,
+    Claim,
+    ClaimState,
+    CreateGroup,
+    Probe,
+    RemoveGroup,
+    group_name,
+)
+from tidegate.arbiter.drain import close, drain
+from tidegate.arbiter.grants import give, unknown_memory
+from tidegate.arbiter.messages import GangPhase, OverBudget
+from tidegate.arbiter.placement import Placement
+from tidegate.arbiter.preemption import leave, preempted, reclaim, victims
+from tidegate.arbiter.regroup import again, regroup
+from tidegate.arbiter.search import resting, search
+from tidegate.arbiter.situation import NOTHING, Moves, Situation, advance, named, note
+from tidegate.arbiter.states import WAITING
+from tidegate.arbiter.view import GroupState
+from tidegate.ids import pool_name
+
+
+def claim_moves(s: Situation) -> Moves:
+    """What the claims' turn brings: one claim's step at a time."""
+    left = [
+        RemoveGroup(claim=claim.id, group=group_name(claim))
+        for claim in map(s.book.claims.__getitem__, s.view.groups)
+        if claim.state not in HOLDING
+    ]
+    left += [RemoveGroup(claim=claim, group=name) for name, claim in s.view.leaked.items()]
+    if left:  # a crash between the journal and the act, or the gang has left
+        return tuple(left), "reservations that no claim stands on any more"
+    taken_back = reclaim(s)
+    if taken_back[0]:
+        return taken_back
+    waiting: list[Claim] = []
+    for claim in s.open_claims:
+        moves = _step(s, claim, waiting)
+        if moves[0]:
+            return moves
+        if claim.state in WAITING:
+            waiting.append(claim)
+    return NOTHING
+
+
+def _step(s: Situation, claim: Claim, waiting: list[Claim]) -> Moves:
+    """`waiting`: those whose turn is before its own."""
+    over = s.over(claim)
+    match claim.state:
+        case ClaimState.QUEUED | ClaimState.PROVING if over is not None:
+            return advance(s, claim, ClaimState.DONE if claim.ever_ran else ClaimState.UNDONE, f"released: {over}")
+        case ClaimState.QUEUED:
+            return queued(s, claim, waiting)
+        case ClaimState.PROVING:
+            return _proving(s, claim)
+        case ClaimState.DRAINING:
+            return _draining(s, claim, over)
+        case ClaimState.GRANTED | ClaimState.RUNNING | ClaimState.PREEMPTED if over is not None:
+            return advance(s, claim, ClaimState.RETURNING, over)
+        case ClaimState.GRANTED | ClaimState.RUNNING:
+            return _held(s, claim)
+        case ClaimState.PREEMPTED:
+            return preempted(s, claim)
+        case ClaimState.RETURNING:
+            return _returning(s, claim)
+        case ClaimState.DONE | ClaimState.UNDONE:
+            return NOTHING
+
+
+# --- waiting ----------------------------------------------------------------------------------------------------
+
+
+def queued(s: Situation, claim: Claim, waiting: Sequence[Claim]) -> Moves:
+    """The step of a claim that waits; `waiting`: those whose turn is before its own."""
+    patience_s = claim.spec.patience_s
+    if patience_s is not None and not claim.ever_ran and s.now_s - claim.filed_at_s > patience_s:
+        why = f"its turn did not come within {patience_s:.0f} s: {claim.reason}"
+        return advance(s, claim, ClaimState.UNDONE, why)
+    # What leaves on notice may fill what a stronger claim can't use yet.
+    ahead = [other for other in waiting if s.is_above_serving(claim) or s.rank(other) == s.rank(claim)]
+    if ahead:
+        return note(s, claim, f"waits behind {ahead[0].spec.name}")
+    found = find(s, claim)
+    if found is None:
+        return note(s, claim, _why_not(s, claim))
+    placement, leaving = found
+    over = over_budget(s) if s.policy.purse.over_budget == "wait" else None
+    if over is not None and s.replicas_on(placement.nodes) > 0:
+        other = search(s, claim, may_move_serving=False)
+        if other is None:
+            return note(s, claim, f"it needs serving's GPUs, and {over.reason}")
+        placement, leaving = other, ()
+    if s.policy.serving.protect and s.is_above_serving(claim) and s.replicas_on(placement.nodes) > 0:
+        probe = Probe(claim=claim.id, canary=f"{claim.id}/{s.book.generation + 1}", at_s=s.now_s)
+        moves, said = advance(s, claim, ClaimState.PROVING, f"{placement.reason}; proving the way out")
+        return (*moves, probe), said
+    return _begin(s, claim, placement, leaving, "nothing has to be spilled")
+
+
+def find(s: Situation, claim: Claim) -> tuple[Placement, tuple[Claim, ...]] | None:
+    """Where the claim can go now, and which weaker claims leave for it."""
+    free = search(s, claim)
+    if free is not None:
+        return free, ()
+    # Nodes that rest will be there soon: nobody leaves in their stead.
+    return victims(s, claim) if not resting(s, claim) else None
+
+
+def over_budget(s: Situation) -> OverBudget | None:
+    return purse.over_budget(purse.spent(s.book.purse, s.view.gateways, s.now_s), s.policy.purse, s.now_s)
+
+
+def _why_not(s: Situation, claim: Claim) -> str:
+    why = f"fewer than {claim.spec.min_gpus} fit GPUs can be had now; {len(s.book.holders)} nodes are held"
+    if resting(s, claim):
+        why += f", and what came home stays for {s.policy.claims.dwell_s:.0f} s"
+    return why
+
+
+def _proving(s: Situation, claim: Claim) -> Moves:
+    results = [result for gateway in s.gateways for result in gateway.canaries if result.canary == claim.canary]
+    proven = sorted({result.provider for result in results if result.ok})
+    if proven:
+        found = find(s, claim)
+        if found is None:
+            return advance(s, claim, ClaimState.QUEUED, "the GPUs went elsewhere while the way out was proven")
+        return _begin(s, claim, *found, f"way out proven: {', '.join(proven)}")
+    if s.is_late(claim) and not claim.ever_ran:
+        return advance(s, claim, ClaimState.UNDONE, f"no way out within {s.deadline_s(claim):.0f} s")
+    if s.now_s - claim.canary_at_s < s.policy.claims.proving_retry_s:
+        return NOTHING
+    if not s.policy.providers:
+        why = "policy.yaml names no providers; serving keeps its GPUs (serving.protect)"
+    elif not s.gateways:
+        why = "no gateway reports"
+    elif not results:
+        why = "no canary has come back yet"
+    else:
+        why = "; ".join(sorted({f"{result.provider}: {result.detail}" for result in results}))
+    noted, said = note(s, claim, f"no working way out: {why}")
+    retry = Probe(claim=claim.id, canary=f"{claim.id}/{s.book.generation + 1}", at_s=s.now_s)
+    return (*noted, retry), said or "another canary"
+
+
+def _begin(s: Situation, claim: Claim, found: Placement, leaving: tuple[Claim, ...], why: str) -> Moves:
+    if leaving:
+        why = f"{why}; {named(leaving)} must leave"
+    moves, said = advance(s, claim, ClaimState.DRAINING, f"{why}; {found.reason}", nodes=found.nodes)
+    out = [move for other in leaving for move in leave(s, other, f"{claim.spec.name} goes first")]
+    group = CreateGroup(claim=claim.id, nodes=found.nodes, gpus_per_node=s.view.nodes[found.nodes[0]].gpu_slots)
+    return (*moves, *out, group, *close(s, claim, found.nodes)), said
+
+
+# --- holding ----------------------------------------------------------------------------------------------------
+
+
+def _draining(s: Situation, claim: Claim, over: str | None) -> Moves:
+    remove = RemoveGroup(claim=claim.id, group=group_name(claim))
+    if over is not None and claim.ever_ran:
+        return advance(s, claim, ClaimState.RETURNING, over)
+    if over is not None:
+        moves, said = advance(s, claim, ClaimState.UNDONE, f"released: {over}")
+        return (*moves, remove), said
+    unfit = [n for n in claim.nodes if n not in s.view.nodes or s.view.nodes[n].drains_by_s is not None]
+    if unfit:
+        return again(s, claim, f"node {unfit[0][:12]} is {'drained' if unfit[0] in s.view.nodes else 'gone'}")
+    if s.is_late(claim):
+        why = f"not ready within {s.deadline_s(claim):.0f} s"
+        if unknown := unknown_memory(s, claim):
+            why = f"{why}: {unknown}"
+        moves, said = advance(s, claim, ClaimState.QUEUED if claim.ever_ran else ClaimState.UNDONE, why)
+        return (*moves, remove), said
+    group = s.group(claim)
+    if group is GroupState.ABSENT:  # a crash between the journal and the act
+        slots = s.view.nodes[claim.nodes[0]].gpu_slots
+        return (CreateGroup(claim=claim.id, nodes=claim.nodes, gpus_per_node=slots),), "the reservation is missing"
+    if group is GroupState.READY:
+        if unknown := unknown_memory(s, claim):
+            return note(s, claim, unknown)
+        moves, said = advance(s, claim, ClaimState.GRANTED, "replicas have left, the gang's nodes are held")
+        return (give(s, claim), *moves), said
+    return drain(s, claim, claim.nodes)
+
+
+def _held(s: Situation, claim: Claim) -> Moves:
+    moves = regroup(s, claim)
+    if moves[0]:
+        return moves
+    gang = s.gang(claim)
+    if claim.state is not ClaimState.GRANTED or gang is None or gang.phase is not GangPhase.RUNNING:
+        return NOTHING
+    if claim.grant is not None and gang.grant_generation not in (None, claim.grant.generation):
+        return NOTHING  # it reports from before it formed again
+    return advance(s, claim, ClaimState.RUNNING, f"first step with {gang.world_size} ranks")
+
+
+def _returning(s: Situation, claim: Claim) -> Moves:
+    # Nodes that another claim has taken meanwhile don't come home for this one.
+    mine = [n for n in claim.nodes if n in s.view.nodes and n not in s.book.holders and pool_name(n) in s.view.pools]
+    away = [
+        node
+        for node in mine
+        if s.view.pools[pool_name(node)].running < pools.room_for_serving(s.view, s.book, s.view.nodes[node])
+    ]
+    if not away:
+        return advance(s, claim, ClaimState.DONE, "its GPUs serve again")
+    if s.now_s - claim.since_s > s.deadline_s(claim):
+        return advance(s, claim, ClaimState.DONE, f"its GPUs are free; replicas on {len(away)} nodes do not come up")
+    return NOTHING

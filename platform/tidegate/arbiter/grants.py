@@ -1,0 +1,75 @@
+"""What a grant says: which GPUs of which nodes, and what keeps one from being given. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from tidegate.arbiter.book import Claim, Give, group_name
+from tidegate.arbiter.messages import Grant, GrantedNode
+from tidegate.arbiter.situation import NOTHING, Moves, Situation
+from tidegate.arbiter.view import count_fit, fit_gpus, gpus_of, is_out
+from tidegate.ids import Generation, GpuId, NodeId, Tier
+
+
+def gpus_on(s: Situation, claim: Claim, node: NodeId) -> tuple[GpuId, ...]:
+    """The GPUs of a node that the claim may train on: those that are fit, and no more than its shape asks for."""
+    return fit_gpus(s.view, s.book, s.view.nodes[node], Tier.GANG)[: claim.spec.gpus_per_node]
+
+
+def fit_on(s: Situation, claim: Claim, nodes: Collection[NodeId]) -> int:
+    """How many these are on all of them."""
+    most = claim.spec.gpus_per_node or 10**9
+    return sum(min(count_fit(s.view, s.book, s.view.nodes[node], Tier.GANG), most) for node in nodes)
+
+
+def give(s: Situation, claim: Claim) -> Give:
+    """The grant of the claim's present placement group."""
+    nodes = tuple(
+        GrantedNode(node=node, address=s.view.nodes[node].address, gpus=gpus_on(s, claim, node)) for node in claim.nodes
+    )
+    return Give(
+        claim=claim.id,
+        grant=Grant(
+            claim=claim.id,
+            generation=Generation(s.book.generation + 1),
+            placement_group=group_name(claim),
+            gpus_per_node=s.view.nodes[claim.nodes[0]].gpu_slots,
+            nodes=nodes,
+        ),
+    )
+
+
+def give_again(s: Situation, claim: Claim) -> Moves:
+    """A grant of the same placement group where other GPUs are fit now: one has cooled, or is out.
+
+    A node that is to be swapped is left as it was: its gang is told by name to leave it.
+    """
+    grant = claim.grant
+    if grant is None:
+        return NOTHING
+    if not any(_differs(s, claim, node) for node in grant.nodes):
+        return NOTHING
+    new = give(s, claim)
+    had = {gpu for node in grant.nodes for gpu in node.gpus}
+    has = {gpu for node in new.grant.nodes for gpu in node.gpus}
+    changes = [*(f"{gpu} is fit again" for gpu in sorted(has - had)), *(f"{gpu} is out" for gpu in sorted(had - has))]
+    return (new,), f"{claim.spec.name}: {'; '.join(changes)}"
+
+
+def _differs(s: Situation, claim: Claim, node: GrantedNode) -> bool:
+    """Whether other GPUs of the node are fit than were given. Without a verdict as many are the same ones."""
+    if node.node not in s.book.quarantined:
+        return len(node.gpus) != fit_on(s, claim, (node.node,))
+    return not is_out(s.book, node.node) and node.gpus != gpus_on(s, claim, node.node)
+
+
+def unknown_memory(s: Situation, claim: Claim) -> str | None:
+    """What holds memory on the claim's GPUs though no process is listed there, if anything does (C033)."""
+    limit_bytes = s.policy.claims.unknown_memory_max_bytes
+    held = [
+        f"{gpu.memory_used_bytes / 2**20:.0f} MiB on {gpu.uuid}"
+        for node in claim.nodes
+        for gpu in gpus_of(s.view, s.view.nodes[node])
+        if gpu.processes == 0 and gpu.memory_used_bytes is not None and gpu.memory_used_bytes > limit_bytes
+    ]
+    return f"memory is taken and no process is listed: {', '.join(held)}" if held else None
