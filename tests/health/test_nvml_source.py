@@ -272,3 +272,15 @@ def test_both_ways_to_choose_the_library_work_in_a_fresh_process(library: Path, 
         environment[how] = str(library.parent)
     printed = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert printed.stdout == "4\n"
+
+
+def test_memory_and_the_processes_that_own_to_it(source: NvmlSource, state: NvmlState) -> None:
+    """C033: memory that is taken while no process is listed."""
+    state.set(0, "mem_used", 2338 * 2**20)
+    state.set(0, "processes", 0)
+    state.set(1, "processes", 3)
+    seen = source.read()
+    assert of(seen, Signal.GPU_MEMORY_USED, gpu(0)).value == 2338 * 2**20
+    assert of(seen, Signal.GPU_PROCESSES, gpu(0)).value == 0
+    assert of(seen, Signal.GPU_PROCESSES, gpu(1)).value == 3
+    assert of(seen, Signal.GPU_PROCESSES, gpu(2)).status is Status.UNSUPPORTED

@@ -1,7 +1,8 @@
 """A node's agent in a gang: the body of a Ray Train worker. It imports no torch; its ranks do.
 
-It follows the coordinator's plan: whatever generation it holds that is not the plan's, it kills; the plan's it starts.
-A rank's death is seen by its sentinel at once, and told at once.
+It follows the coordinator's replies: whatever generation it holds that is not the plan's, it kills; the plan's it
+starts. A rank's death is seen by its sentinel at once, and told at once. While the coordinator is away (a restart, the
+head's node lost) the ranks train on.
 """
 
 from __future__ import annotations
@@ -12,12 +13,9 @@ import multiprocessing
 import os
 import signal
 import socket
-import sys
 import time
 import uuid
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -26,19 +24,26 @@ import ray
 from tidegate.arbiter.client import NAMESPACE
 from tidegate.errors import TidegateError
 from tidegate.gang import beat
-from tidegate.gang.rank import PRELOAD, RankJob, rank_main
-from tidegate.gang.states import Beaten, Member, Plan, RankBeat, Slot
-from tidegate.ids import Generation, GpuId, NodeId
+from tidegate.gang.events import Beaten
+from tidegate.gang.plan import Member, Plan, RankBeat, Reply, Slot
+from tidegate.gang.rank import RankJob, rank_main
+from tidegate.gang.warm_node import no_main_module, use_warm
+from tidegate.ids import Generation, NodeId
+from tidegate.processes import AGENT_MARK, end_carriers, start_undertaker
 from tidegate.train.config import RunConfig
 
 log = logging.getLogger(__name__)
 
-COORDINATOR_SILENT_AFTER_S = 60.0
+ANSWER_DEADLINE_S = 5.0
 NOTHING_HELD = Generation(0)
 
 
 class CoordinatorGoneError(TidegateError):
     """The gang's coordinator has not answered for a long time; the agent ends its ranks."""
+
+
+class StaleAgentError(TidegateError):
+    """Another agent speaks for this node now, or the gang stands elsewhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,19 +54,9 @@ class AgentJob:
     config: RunConfig
     data_dir: str
     run_dir: str
-    gpus: dict[NodeId, tuple[GpuId, ...]]
     heartbeat_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
-    """The coordinator's answer to a beat."""
-
-    plan: Plan | None
-    leave: bool
-    """The gang has ended, or this agent no longer speaks for its node."""
-    stop: bool
-    """Ranks should save and leave."""
+    silent_after_s: float
+    """Ranks are ended when the coordinator has not answered for so long."""
 
 
 @dataclass(slots=True)
@@ -82,43 +77,55 @@ class NodeAgent:
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
     generation: Generation = field(init=False, default=NOTHING_HELD)
     ranks: list[_Rank] = field(init=False, default_factory=list)
+    _coordinator: Any = field(init=False, default=None)
+    """Kept: with it the coordinator is reached also while the head, who knows names, is away."""
     _heard_s: float = field(init=False, default_factory=time.monotonic)
 
     def run(self) -> None:
-        """Follow plans until the coordinator says that the gang has ended.
+        """Follow plans until the coordinator says that the gang has ended or left.
 
         Raises:
-            CoordinatorGoneError: nobody has answered for `COORDINATOR_SILENT_AFTER_S`.
+            CoordinatorGoneError: nobody has answered for `silent_after_s`.
+            StaleAgentError: another agent speaks for this node.
         """
+        began_s = time.time()
+        os.environ[AGENT_MARK] = self.name
+        undertaker = start_undertaker(AGENT_MARK, self.name)
+        warm = use_warm(self.node)
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(list(PRELOAD))
-        with _no_main_module():
-            forkserver.ensure_running()
         try:
-            self._ask(
-                "join",
-                Member(
-                    node=self.node,
-                    agent=self.name,
-                    address=self.address,
-                    port=_free_port(),
-                    gpus=self.job.gpus[self.node],
-                ),
-            )
+            self._join({"process_at_s": _process_began_s(), "began_at_s": began_s, "warm": float(warm)})
             while True:
                 reply = self._beat()
-                if reply is not None:
-                    if reply.leave:
-                        return
-                    if reply.stop:
-                        for rank in self.ranks:
-                            beat.ask_to_stop(rank.cells)
-                    if reply.plan is not None and reply.plan.generation > self.generation:
-                        self._follow(reply.plan, context)
-                        continue
+                if reply is not None and self._obey(reply, context):
+                    return
                 self._wait()
         finally:
             self._kill()
+            assert undertaker.stdin is not None
+            undertaker.stdin.close()  # it ends what is left and carries our mark, a forkserver of our own too
+            undertaker.wait()
+
+    def _join(self, times: dict[str, float]) -> None:
+        """Until it is confirmed: a gang that doesn't know of this agent would not watch its ranks (C042)."""
+        member = Member(node=self.node, agent=self.name, address=self.address, port=_free_port(), times=times)
+        while self._ask("join", member) is not True:
+            time.sleep(self.job.heartbeat_s)
+
+    def _obey(self, reply: Reply, context: Any) -> bool:
+        """Do what the coordinator says; whether it was to end."""
+        if reply.over:
+            return True
+        if reply.stale:
+            raise StaleAgentError(f"{self.node[:12]}: another agent speaks for this node, or the gang stands elsewhere")
+        if reply.clear:
+            self._kill()
+        if reply.plan is not None and reply.plan.generation > self.generation:
+            self._follow(reply.plan, context)
+        elif reply.stop:
+            for rank in self.ranks:
+                beat.ask_to_stop(rank.cells)
+        return False
 
     def _beat(self) -> Reply | None:
         report = Beaten(
@@ -134,12 +141,15 @@ class NodeAgent:
     def _ask(self, method: str, argument: object) -> Any:
         """Call the coordinator; None when it does not answer. The ranks train on without it for a while."""
         try:
-            actor = ray.get_actor(self.job.coordinator, namespace=NAMESPACE)
-            answer = ray.get(getattr(actor, method).remote(argument), timeout=10.0)
-        except (ValueError, ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
+            if self._coordinator is None:
+                self._coordinator = ray.get_actor(self.job.coordinator, namespace=NAMESPACE)
+            answer = ray.get(getattr(self._coordinator, method).remote(argument), timeout=ANSWER_DEADLINE_S)
+        except (ValueError, ray.exceptions.RayError) as error:
+            if isinstance(error, ray.exceptions.ActorDiedError):
+                self._coordinator = None  # for good; another one may bear its name
             silent_s = time.monotonic() - self._heard_s
-            if silent_s > COORDINATOR_SILENT_AFTER_S:
-                raise CoordinatorGoneError(f"{self.job.coordinator}: silent for {silent_s:.0f} s") from error
+            if silent_s > self.job.silent_after_s:
+                raise CoordinatorGoneError(f"{self.job.coordinator}: silent for {silent_s:.0f} s: {error}") from error
             log.warning("the coordinator does not answer: %s", error)
             return None
         self._heard_s = time.monotonic()
@@ -149,6 +159,7 @@ class NodeAgent:
         self._kill()
         self._ask("cleared", (self.node, plan.generation, time.time()))
         self.generation = plan.generation
+        environment = dict(os.environ)
         for slot in plan.slots:
             if slot.node != self.node:
                 continue
@@ -160,10 +171,11 @@ class NodeAgent:
                 run_dir=self.job.run_dir,
                 plan=plan,
                 slot=slot,
+                environment=environment,
             )
             # Not daemonic: a rank may have children of its own (a checkpoint's writer).
             process = context.Process(target=rank_main, args=(job, cells), daemon=False)
-            with _no_main_module():
+            with no_main_module():
                 process.start()
             self.ranks.append(_Rank(slot=slot, process=process, cells=cells))
 
@@ -181,24 +193,11 @@ class NodeAgent:
                     os.kill(rank.process.pid, signal.SIGKILL)
         for rank in self.ranks:
             rank.process.join()
+        if self.ranks:
+            left = end_carriers(AGENT_MARK, self.name, spare_children_of=os.getpid())
+            if left:
+                log.warning("processes of ended ranks live on: %s", left)
         self.ranks = []
-
-
-@contextlib.contextmanager
-def _no_main_module() -> Iterator[None]:
-    """Keep `multiprocessing` from running our `__main__` again in each rank.
-
-    In a Ray worker that is Ray's start script: its imports cost a rank most of a second and are of no use there.
-    """
-    main = sys.modules["__main__"]
-    file = main.__dict__.pop("__file__", None)
-    spec, main.__spec__ = main.__spec__, None
-    try:
-        yield
-    finally:
-        main.__spec__ = spec
-        if file is not None:
-            main.__file__ = file
 
 
 def _free_port() -> int:
@@ -206,6 +205,13 @@ def _free_port() -> int:
         probe.bind(("", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def _process_began_s() -> float:
+    """When this process was started, by the wall clock."""
+    with open("/proc/self/stat", encoding="utf-8") as file:
+        ticks = int(file.read().rsplit(")", 1)[1].split()[19])
+    return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
 
 
 def train_fn(settings: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import MutableSequence
 
-from tidegate.gang.states import RankBeat
+from tidegate.gang.plan import RankBeat
 from tidegate.train.progress import Phase
 
 FIELDS = 9
@@ -44,7 +44,18 @@ def read(cells: MutableSequence[float], rank: int, pid: int, exit_code: int | No
         progress_at_s=cells[_MOVED_AT_S],
         loss=None if math.isnan(loss) else loss,
         committed_step=int(cells[_COMMITTED]),
+        stopping=cells[_STOP] != 0.0,
+        process_state=_process_state(pid) if exit_code is None else "",
     )
+
+
+def _process_state(pid: int) -> str:
+    """The kernel's letter for the process's main thread; empty where it has just ended."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return ""
 
 
 class SharedProgress:

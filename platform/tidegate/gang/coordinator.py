@@ -1,88 +1,78 @@
 """The coordinator: a detached actor that claims GPUs for one run, leads its gang and lets go of them.
 
-It only carries messages: what happens on an event is decided in `states.py`, who gets GPUs by the arbiter.
+It only carries messages: what happens on an event is decided in `states.py`, who gets GPUs by the arbiter. Killed, it
+is restarted by Ray, reads what it had kept, and goes on: neither agents nor Ray Train's controller are its children.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.util.metrics import Gauge
 
 from tidegate.arbiter.client import NAMESPACE, ArbiterClient
-from tidegate.arbiter.messages import ClaimSpec, GangPhase, GangReport, Grant
-from tidegate.errors import ClaimUndoneError, NoArbiterError, RunExistsError
-from tidegate.gang.agent import AgentJob, Reply, train_fn
-from tidegate.gang.states import (
+from tidegate.errors import ClaimUndoneError, NoArbiterError, RunExistsError, RunRefusedError
+from tidegate.gang.agent import AgentJob
+from tidegate.gang.events import (
     Beaten,
     Event,
     Evicted,
-    Gang,
+    Formed,
     Joined,
-    Member,
-    Note,
-    Status,
+    LeaveAsked,
+    Reattached,
+    Regranted,
     StopAsked,
+    Ticked,
     TrainEnded,
-    advance,
-    is_member,
-    phase_of,
+    TrainLost,
+    Ungranted,
 )
-from tidegate.gang.trainer import NodeTrainer
+from tidegate.gang.host import end_host, find_host, start_host
+from tidegate.gang.kept import Kept, read_kept, same_to_keep, write_kept
+from tidegate.gang.order import RunOrder, RunStatus, clocks_problem, differences
+from tidegate.gang.placing import away_from_head, is_ready, spare_nodes
+from tidegate.gang.plan import Formation, Member, Reply
+from tidegate.gang.report import Gauges, report_of, status_of
+from tidegate.gang.shape import ENDED, Gang, Note, Status, is_member, reply_to
+from tidegate.gang.states import advance
+from tidegate.gang.warm_node import start_warm
 from tidegate.ids import ClaimId, Generation, GpuId, NodeId, coordinator_name
-from tidegate.train.config import RunConfig
+from tidegate.spec.policy import GangSpec
 
 log = logging.getLogger(__name__)
 
 JOURNAL = "gang.jsonl"
 REPORT_EVERY_S = 0.5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunOrder:
-    """What a job asks for."""
-
-    claim: ClaimSpec
-    config: RunConfig
-    data_dir: str
-    run_dir: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunStatus:
-    """What a job is told about its run."""
-
-    state: str
-    """`claiming`, then the gang's status."""
-    reason: str
-    step: int
-    steps: int
-    loss: float | None
-    world_size: int
-    generation: int
-    over: bool
-    """The run has ended and its GPUs are given back."""
+FORMATION_EVERY_S = 0.05
+AWAIT_TRAIN_S = 0.1
+WARM_SPARES = 4
+"""Nodes beside the gang's own where torch is imported, should it have to move there."""
+TRAIN_END_PATIENCE_S = 5.0
+"""Ray Train ends by itself within about a second of its agents."""
 
 
 class Coordinator:
-    def __init__(self, order: RunOrder) -> None:
+    async def __init__(self, order: RunOrder) -> None:  # type: ignore[misc]  # Ray awaits it
         self._order = order
+        self._run = order.claim.name
+        self._run_dir = Path(order.run_dir)
+        self._journal = self._run_dir / JOURNAL
         self._arbiter = ArbiterClient()
-        self._claim: ClaimId | None = None
-        self._gang: Gang | None = None
-        self._ended: tuple[str, str] | None = None
-        self._stop_reason: str | None = None
-        self._over = False
-        self._journal = Path(order.run_dir) / JOURNAL
         self._changed = asyncio.Event()
-        self._gauges = _Gauges(order.claim.name)
+        self._gauges = Gauges(self._run)
+        self._kept, self._generation = read_kept(self._run_dir, ray.get_runtime_context().get_actor_id())
+        if self._kept.claim is not None and not self._kept.over:
+            self._happen(Reattached())
+            self._stop_if_told()
+            self._begin_life()
 
     async def start(self, order: RunOrder) -> ClaimId:
         """File the claim and go on by itself; asked again with the same order it answers with the same claim.
@@ -90,53 +80,42 @@ class Coordinator:
         Raises:
             ClaimNeverFitsError: the cluster could never give it.
             RunExistsError: this run goes on with another order.
+            RunRefusedError: its settings and the policy's contradict each other.
         """
-        if differs := _differs(self._order, order):
-            raise RunExistsError(self._order.claim.name, differs)
-        if self._claim is None:
-            Path(self._order.run_dir).mkdir(parents=True, exist_ok=True)
-            self._spec = (await self._arbiter.policy()).gang
-            self._claim = await self._arbiter.claim(self._order.claim)
-            self._life = asyncio.get_running_loop().create_task(self._live())
-        return self._claim
+        if differs := differences(self._order, order):
+            raise RunExistsError(self._run, differs)
+        if self._kept.claim is None:
+            self._run_dir.mkdir(parents=True, exist_ok=True)
+            spec = (await self._arbiter.policy()).gang
+            if problem := clocks_problem(spec, order.config):
+                raise RunRefusedError(self._run, problem)
+            claim = await self._arbiter.claim(order.claim)
+            self._keep(replace(self._kept, claim=claim, spec=spec))
+            self._begin_life()
+        assert self._kept.claim is not None
+        return self._kept.claim
 
     async def stop(self, reason: str) -> None:
         """Save, then leave."""
-        self._stop_reason = reason
-        if self._gang is not None:
-            self._happen(StopAsked(reason=reason))
+        self._keep(replace(self._kept, stop_reason=reason))
+        self._stop_if_told()
 
     async def status(self) -> RunStatus:
-        gang = self._gang
-        state, reason = "claiming", ""
-        if gang is not None:
-            state, reason = str(gang.status), gang.reason
-        if self._ended is not None:
-            state, reason = self._ended
-        return RunStatus(
-            state=state,
-            reason=reason,
-            step=gang.best_step if gang else -1,
-            steps=self._order.config.steps,
-            loss=_loss(gang),
-            world_size=gang.plan.world_size if gang and gang.plan else 0,
-            generation=gang.plan.generation if gang and gang.plan else 0,
-            over=self._over,
-        )
+        return status_of(self._kept.gang, self._kept.ended, self._order.config.steps, over=self._kept.over)
 
-    # Agents
+    # Agents and Ray Train
 
-    async def join(self, member: Member) -> None:
+    async def join(self, member: Member) -> bool:
+        """Whether the gang knows this agent now; it asks again until it does."""
         self._happen(Joined(member=member))
+        gang = self._kept.gang
+        # Where it isn't wanted its first beat tells it so.
+        return gang is not None and (is_member(gang, member.node, member.agent) or member.node not in gang.nodes)
 
     async def beat(self, report: Beaten) -> Reply:
         self._happen(report)
-        gang = self._gang
-        if gang is None or not is_member(gang, report.node, report.agent):
-            return Reply(plan=None, leave=True, stop=False)
-        ended = gang.status in (Status.FINISHED, Status.FAILED)
-        plan = gang.plan if gang.status in (Status.LAUNCHING, Status.RUNNING) else None
-        return Reply(plan=plan, leave=ended, stop=gang.stop_reason is not None)
+        gang = self._kept.gang
+        return reply_to(gang, report.node, report.agent) if gang is not None else Reply(stale=True)
 
     async def cleared(self, what: tuple[NodeId, Generation, float]) -> None:
         node, generation, at_s = what
@@ -144,182 +123,239 @@ class Coordinator:
         data = {"node": node, "generation": generation, "gone_at_s": at_s}
         self._write(Note(kind="cleared", reason=reason, data=data))
 
+    async def formation(self, train: int, wait_s: float) -> Formation | None:
+        """Where Ray Train may start its workers: the current grant's group once it is ready, None if it isn't in time
+        or another controller leads."""
+        ends_s = time.monotonic() + wait_s
+        while time.monotonic() < ends_s:
+            gang = self._kept.gang
+            if gang is None or gang.train != train or gang.status in (*ENDED, Status.LEFT):
+                return None
+            if gang.grant_stands and await asyncio.to_thread(is_ready, gang.grant) and gang.grant is self._grant():
+                await asyncio.to_thread(self._warm, gang.nodes)
+                self._happen(Formed())
+                return Formation(
+                    group=gang.grant.placement_group,
+                    nodes=len(gang.grant.nodes),
+                    gpus_per_node=gang.grant.gpus_per_node,
+                )
+            await asyncio.sleep(FORMATION_EVERY_S)
+        return None
+
     # The arbiter
 
-    async def evict(self, node: NodeId, gpu: GpuId | None, reason: str, reading_at_s: float) -> None:
-        self._write(Note(kind="verdict", reason=reason, data={"node": node, "gpu": gpu, "reading_at_s": reading_at_s}))
-        self._happen(Evicted(node=node, gpu=gpu, reason=reason))
+    async def evict(
+        self, node: NodeId, gpu: GpuId | None, reason: str, reading_at_s: float, save_by_s: float | None = None
+    ) -> None:
+        """A GPU, or with None a whole node, leaves: at once, or with `save_by_s` after a save and by then."""
+        data = {"node": node, "gpu": gpu, "reading_at_s": reading_at_s}
+        self._write(Note(kind="verdict", reason=reason, data=data))
+        self._happen(Evicted(node=node, gpu=gpu, reason=reason, save_by_s=save_by_s))
 
     # Its own life
 
+    def _begin_life(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(self._live()), loop.create_task(self._report())]
+
     async def _live(self) -> None:
-        reporter = asyncio.get_running_loop().create_task(self._report())
+        if self._kept.led < self._train():
+            with contextlib.suppress(ray.exceptions.RayError):  # `_lead` asks for it again, and says why
+                await self._host(self._train())  # its imports are done by the time of the grant
         try:
-            grant = await self._granted()
-            await asyncio.to_thread(self._fit, grant)
-            gang = self._gang
-            assert gang is not None
-            self._ended = (str(gang.status), gang.reason)
+            while self._kept.ended is None:
+                await self._granted()
+                await self._lead()
+                gang = self._kept.gang
+                if gang is not None and gang.status in ENDED:
+                    self._keep(replace(self._kept, ended=(str(gang.status), gang.reason)))
         except ClaimUndoneError as error:
-            self._ended = ("failed", str(error))
+            self._keep(replace(self._kept, ended=("failed", str(error))))
         except Exception as error:
             log.exception("the run ended badly")
-            self._ended = ("failed", f"{type(error).__name__}: {error}")
-        reporter.cancel()
-        await self._let_go(self._ended[1])
+            self._keep(replace(self._kept, ended=("failed", f"{type(error).__name__}: {error}")))
+        await self._let_go()
 
-    async def _granted(self) -> Grant:
-        assert self._claim is not None
-        while True:
-            if self._stop_reason is not None:
-                await self._arbiter.release(self._claim, self._stop_reason)
+    async def _granted(self) -> None:
+        """Return once there is a grant to stand on, or nothing more to wait for."""
+        claim, gang = self._kept.claim, self._kept.gang
+        assert claim is not None
+        while gang is None or gang.status is Status.LEFT:
             try:
-                grant = await self._arbiter.grant(self._claim, wait_s=2.0)
+                if gang is None and self._kept.stop_reason is not None:
+                    await self._arbiter.release(claim, self._kept.stop_reason)
+                grant = await self._arbiter.grant(claim, wait_s=2.0)
             except NoArbiterError as error:
                 log.warning("%s", error)
-                await asyncio.sleep(0.5)
-                continue
-            if grant is not None:
-                self._begin(grant)
-                return grant
+                grant = None
+            if grant is not None and gang is None:
+                self._keep(replace(self._kept, gang=self._new_gang(grant)))
+                reason = f"{sum(len(node.gpus) for node in grant.nodes)} GPUs on {len(grant.nodes)} nodes"
+                nodes = [node.node for node in grant.nodes]
+                self._write(Note(kind="granted", reason=reason, data={"nodes": nodes, "generation": grant.generation}))
+                self._stop_if_told()
+            elif grant is not None:
+                self._happen(Regranted(grant=grant))
+            gang = self._kept.gang
+            if gang is None or gang.status is Status.LEFT:
+                await asyncio.sleep(REPORT_EVERY_S)
 
-    def _begin(self, grant: Grant) -> None:
-        self._gang = Gang(
-            claim=grant.claim,
-            nodes=tuple(node.node for node in grant.nodes),
+    def _new_gang(self, grant: Any) -> Gang:
+        return Gang(
+            grant=grant,
             min_ranks=self._order.claim.min_gpus,
             max_ranks=self._order.claim.max_gpus,
-        )
-        self._write(
-            Note(
-                kind="granted",
-                reason=f"{sum(len(node.gpus) for node in grant.nodes)} GPUs on {len(grant.nodes)} nodes",
-                data={"nodes": [node.node for node in grant.nodes], "generation": grant.generation},
-            )
+            steps=self._order.config.steps,
+            generation=self._generation,
         )
 
-    def _fit(self, grant: Grant) -> None:
-        """Run Ray Train until the gang has ended; blocks."""
-        job = AgentJob(
-            coordinator=coordinator_name(self._order.claim.name),
-            config=self._order.config,
-            data_dir=self._order.data_dir,
-            run_dir=self._order.run_dir,
-            gpus={node.node: node.gpus for node in grant.nodes},
-            heartbeat_s=self._spec.heartbeat_s,
-        )
-        try:
-            NodeTrainer(train_fn, {"job": job}, grant, Path(self._order.run_dir)).fit()
-        except Exception as error:
-            # Ray Train's own error: the gang has lost its nodes for good. Recorded as the run's end.
-            log.exception("Ray Train has given up")
-            self._happen(TrainEnded(error=f"Ray Train: {type(error).__name__}: {error}"))
-
-    async def _let_go(self, reason: str) -> None:
-        assert self._claim is not None
-        while True:
+    async def _lead(self) -> None:
+        """Keep one of Ray Train's controllers at work until the gang has ended or left."""
+        while self._is_live():
+            train = self._train()
             try:
-                if self._gang is not None:
-                    await self._arbiter.report_gang(self._gang_report(self._gang))
-                await self._arbiter.release(self._claim, reason)
-                self._over = True
-                return
+                await self._lead_one(train)
+            except (ray.exceptions.RayError, TimeoutError) as error:
+                self._happen(TrainLost(train=train, error=f"{type(error).__name__}: {error}"))
+            await asyncio.to_thread(end_host, self._run, train)
+        await asyncio.to_thread(end_host, self._run, self._train() + 1)
+
+    async def _lead_one(self, train: int) -> None:
+        if self._kept.led == train and await asyncio.to_thread(find_host, self._run, train) is None:
+            self._happen(TrainLost(train=train, error="its process is gone"))
+            return
+        host = await self._host(train)
+        self._keep(replace(self._kept, led=train))
+        node: NodeId = await asyncio.wait_for(host.ready.remote(), self._spec.join_deadline_s)
+        led = asyncio.ensure_future(self._await(host.lead.remote(self._job(), train)))
+        try:
+            spare = None
+            while self._is_live() and self._train() == train:
+                if spare is None and self._status() is Status.RUNNING:
+                    spare = await self._host(train + 1, node)
+                    await asyncio.to_thread(self._warm, spare_nodes(self._grant(), WARM_SPARES))
+                if (await asyncio.wait({led}, timeout=AWAIT_TRAIN_S))[0]:
+                    break
+            if self._is_live() and self._train() == train:
+                error = await led
+                why = f"Ray Train: {error}" if error else "Ray Train's workers have ended"
+                self._happen(TrainEnded(error=why) if error else TrainLost(train=train, error=why))
+            elif not self._is_live():
+                with contextlib.suppress(TimeoutError, ray.exceptions.RayError):  # it is ended by force next
+                    await asyncio.wait_for(asyncio.shield(led), TRAIN_END_PATIENCE_S)
+        finally:
+            led.cancel()
+
+    async def _await(self, reference: Any) -> Any:
+        return await reference
+
+    async def _let_go(self) -> None:
+        claim, ended = self._kept.claim, self._kept.ended
+        assert claim is not None
+        assert ended is not None
+        for train in (self._train(), self._train() + 1):
+            await asyncio.to_thread(end_host, self._run, train)
+        while not self._kept.over:
+            try:
+                if self._kept.gang is not None:
+                    await self._arbiter.report_gang(report_of(self._kept.gang, claim, time.time(), over=True))
+                await self._arbiter.release(claim, ended[1])
+                self._keep(replace(self._kept, over=True))
             except NoArbiterError as error:
                 log.warning("cannot let go yet: %s", error)
-                await asyncio.sleep(0.5)
-
-    def _happen(self, event: Event) -> None:
-        if self._gang is None:
-            return
-        before = self._gang
-        self._gang, notes = advance(self._gang, event, self._spec, time.time())
-        if self._stop_reason is not None and self._gang.stop_reason is None:
-            self._gang, more = advance(self._gang, StopAsked(reason=self._stop_reason), self._spec, time.time())
-            notes = (*notes, *more)
-        for note in notes:
-            self._write(note)
-        if before.status is not self._gang.status or before.plan is not self._gang.plan:
-            self._changed.set()
+                await asyncio.sleep(REPORT_EVERY_S)
 
     async def _report(self) -> None:
-        """Tell the arbiter: at each change at once, else twice a second. Ends are told by `_let_go`."""
-        while True:
-            gang = self._gang
-            if gang is not None and gang.status not in (Status.FINISHED, Status.FAILED):
-                report = self._gang_report(gang)
+        """Tell the arbiter: at each change at once, else twice a second; do what it answers. The end is `_let_go`'s."""
+        while self._kept.ended is None:
+            gang, claim = self._kept.gang, self._kept.claim
+            if gang is not None and claim is not None and gang.status not in ENDED:
+                self._happen(Ticked())
+                report = report_of(gang, claim, time.time(), over=False)
                 self._gauges.show(report)
                 try:
-                    await self._arbiter.report_gang(report)
+                    orders = await self._arbiter.report_gang(report)
+                    if gang.status is not Status.LEFT:  # then `_granted` waits for it
+                        grant = orders.grant
+                        self._happen(Regranted(grant=grant) if grant is not None else Ungranted())
+                    if orders.leave is not None:
+                        self._happen(LeaveAsked(reason=orders.leave, by_s=orders.leave_by_s))
                 except NoArbiterError as error:
                     log.warning("%s", error)
-            try:
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), REPORT_EVERY_S)
-            except TimeoutError:
-                continue
             self._changed.clear()
 
-    def _gang_report(self, gang: Gang) -> GangReport:
-        phase = phase_of(gang)
-        if self._ended is not None:
-            phase = GangPhase.FINISHED if gang.status is Status.FINISHED else GangPhase.FAILED
-        slots = gang.plan.slots if gang.plan is not None else ()
-        return GangReport(
-            claim=gang.claim,
-            at_s=time.time(),
-            phase=phase,
-            gang_generation=gang.plan.generation if gang.plan else Generation(0),
-            step=gang.best_step,
-            world_size=len(slots),
-            gpus=tuple(slot.gpu for slot in slots),
-            pids=tuple(gang.beats[slot.rank].pid if slot.rank in gang.beats else None for slot in slots),
-            loss=_loss(gang),
-            reason=gang.reason,
-        )
+    # Small pieces
+
+    def _happen(self, event: Event) -> None:
+        before = self._kept.gang
+        if before is None:
+            return
+        gang, notes = advance(before, event, self._spec, time.time())
+        self._keep(replace(self._kept, gang=gang))
+        for note in notes:
+            self._write(note)
+        if before.status is not gang.status or before.plan is not gang.plan:
+            self._changed.set()
+
+    def _stop_if_told(self) -> None:
+        if self._kept.stop_reason is not None:
+            self._happen(StopAsked(reason=self._kept.stop_reason))
+
+    def _keep(self, kept: Kept) -> None:
+        """Written before anybody acts on it: a generation must never be given out twice."""
+        before, self._kept = self._kept, kept
+        if not same_to_keep(before, kept):
+            write_kept(self._run_dir, kept)
 
     def _write(self, note: Note) -> None:
         line = {"at_s": time.time(), **asdict(note)}
         with self._journal.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
+    def _job(self) -> AgentJob:
+        return AgentJob(
+            coordinator=coordinator_name(self._run),
+            config=self._order.config,
+            data_dir=self._order.data_dir,
+            run_dir=self._order.run_dir,
+            heartbeat_s=self._spec.heartbeat_s,
+            silent_after_s=self._spec.coordinator_silent_after_s,
+        )
 
-class _Gauges:
-    """The run's metrics; Ray exports them with the prefix `ray_`."""
+    def _warm(self, nodes: tuple[NodeId, ...]) -> None:
+        for node in nodes:
+            start_warm(node)
 
-    def __init__(self, run: str) -> None:
-        self._tags = {"run": run}
-        self._step = Gauge("tidegate_train_step", "Steps done", tag_keys=("run",))
-        self._loss = Gauge("tidegate_train_loss", "Loss of the newest step", tag_keys=("run",))
-        self._ranks = Gauge("tidegate_train_ranks", "Ranks of the present generation", tag_keys=("run",))
-        self._generation = Gauge("tidegate_train_generation", "Fencing number of the gang", tag_keys=("run",))
+    async def _host(self, train: int, *elsewhere: NodeId) -> Any:
+        """In a thread: it asks the head, who may be away, and agents must be answered meanwhile."""
 
-    def show(self, report: GangReport) -> None:
-        self._step.set(report.step, self._tags)
-        self._ranks.set(report.world_size, self._tags)
-        self._generation.set(report.gang_generation, self._tags)
-        if report.loss is not None:
-            self._loss.set(report.loss, self._tags)
+        def start() -> Any:
+            return start_host(self._run, train, away_from_head(self._spec.off_head, *elsewhere))
 
+        return await asyncio.to_thread(start)
 
-def _differs(mine: RunOrder, asked: RunOrder) -> tuple[str, ...]:
-    """What another job asks of the run that this one doesn't do. Who asks does not matter."""
-    claim, other = asdict(mine.claim), asdict(asked.claim)
-    differs = [
-        f"{key} {claim[key]} (asked: {other[key]})" for key in claim if key != "owner" and claim[key] != other[key]
-    ]
-    differs += [
-        f"{key} {getattr(mine, key)} (asked: {getattr(asked, key)})"
-        for key in ("data_dir", "run_dir")
-        if getattr(mine, key) != getattr(asked, key)
-    ]
-    return (*differs, *(["config"] if mine.config != asked.config else []))
+    @property
+    def _spec(self) -> GangSpec:
+        assert self._kept.spec is not None
+        return self._kept.spec
+
+    def _grant(self) -> Any:
+        return self._kept.gang.grant if self._kept.gang is not None else None
+
+    def _status(self) -> Status | None:
+        return self._kept.gang.status if self._kept.gang is not None else None
+
+    def _train(self) -> int:
+        return self._kept.gang.train if self._kept.gang is not None else 1
+
+    def _is_live(self) -> bool:
+        return self._status() not in (*ENDED, Status.LEFT, None)
 
 
-def _loss(gang: Gang | None) -> float | None:
-    return next((beat.loss for beat in gang.beats.values() if beat.loss is not None), None) if gang else None
-
-
-def start_coordinator(order: RunOrder) -> Any:
-    """The run's coordinator: started on this node, or found when it runs already. Detached: it outlives the job."""
+def start_coordinator(order: RunOrder, *, off_head: bool = True) -> Any:
+    """The run's coordinator, started or found. Detached and restarted for ever: it outlives the job and its node."""
     return (
         ray.remote(Coordinator)
         .options(
@@ -327,9 +363,10 @@ def start_coordinator(order: RunOrder) -> Any:
             namespace=NAMESPACE,
             lifetime="detached",
             get_if_exists=True,
+            max_restarts=-1,
             num_cpus=0,
             max_concurrency=1000,
-            label_selector={"ray.io/node-id": ray.get_runtime_context().get_node_id()},
+            **away_from_head(off_head),
         )
         .remote(order)
     )

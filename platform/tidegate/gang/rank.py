@@ -1,4 +1,4 @@
-"""One rank: a process forked from the node agent's warm forkserver, which has torch and the loop imported already."""
+"""One rank: a process forked from a warm forkserver, which has torch and the loop imported already."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import MutableSequence
+from collections.abc import Mapping, MutableSequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
+from tidegate.gang import beat
 from tidegate.gang.beat import SharedProgress
-from tidegate.gang.states import Plan, Slot
+from tidegate.gang.plan import Plan, Slot
 from tidegate.train.config import RunConfig
 
 PRELOAD = ("tidegate.gang.rank", "tidegate.gang.warm")
@@ -35,15 +37,21 @@ class RankJob:
     run_dir: str
     plan: Plan
     slot: Slot
+    environment: Mapping[str, str] | None = None
+    """Its agent's, where the forkserver is not the agent's own; None = as forked."""
 
 
 def end_with_agent() -> None:
     """Have this process killed when its forkserver or its agent ends: an orphan would hold its GPU.
 
-    The forkserver's end alone is not enough. It lives on after the agent while any rank lives, since each rank inherits
-    the pipe by which it sees the agent's end.
+    The forkserver's end alone is not enough. One of the agent's own lives on while any rank lives, since each rank
+    inherits the pipe by which it sees the agent's end, and a node's warm one serves agent after agent.
+
+    Raises:
+        OSError: the kernel refuses.
     """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG): this rank would outlive its node agent")
     agent = multiprocessing.parent_process()
     assert agent is not None
 
@@ -52,6 +60,16 @@ def end_with_agent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="end-with-agent", daemon=True).start()
+
+
+def leave_on_sigterm(cells: MutableSequence[float]) -> None:
+    """A SIGTERM to one rank makes all save and leave at the same step: one that left alone would strand its peers in
+    the next collective (C041)."""
+
+    def asked(_signal: int, _frame: FrameType | None) -> None:
+        beat.ask_to_stop(cells)
+
+    signal.signal(signal.SIGTERM, asked)
 
 
 def await_store(address: str, port: int, deadline_s: float) -> None:
@@ -71,7 +89,10 @@ def await_store(address: str, port: int, deadline_s: float) -> None:
 def rank_main(job: RankJob, cells: MutableSequence[float]) -> None:
     """Set up the environment that torchrun would give, then run the loop."""
     end_with_agent()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    leave_on_sigterm(cells)
+    if job.environment is not None:
+        os.environ.clear()
+        os.environ.update(job.environment)
     local_world = sum(1 for slot in job.plan.slots if slot.node == job.slot.node)
     os.environ.update(
         RANK=str(job.slot.rank),

@@ -1,86 +1,116 @@
 """Ray Train's data-parallel trainer over nodes that the arbiter holds.
 
 One Train worker per node, in the arbiter's placement group, which outlives the worker group: a restarted group gets
-the same nodes and Serve can't slip in between. Two hooks are private to Ray Train 2.60
-(`_initialize_and_run_controller` and `TrainController.worker_group_cls`); they stand here and nowhere else, and
-`tests/gang/test_trainer.py` breaks loudly when an upgrade moves them.
+the same nodes and Serve can't slip in between. At each (re)start of its workers Ray Train asks where: the gang's
+current grant may name another group of another size, and so a lost node, a swapped node and a grown gang are one thing.
+
+Hooks private to Ray Train 2.60 (`_initialize_and_run_controller`, `TrainController.worker_group_cls`, the policies' and
+the worker group's base classes) stand here and in `node_group.py`, and nowhere else: `tests/gang/test_trainer.py` and
+`test_on_cluster.py` break loudly when an upgrade moves them.
 """
 
 from __future__ import annotations
 
-import os
+import asyncio
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig
-from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+from ray.train.v2._internal.callbacks.metrics import ControllerMetricsCallback
 from ray.train.v2._internal.execution.controller.controller import TrainController
-from ray.train.v2._internal.execution.worker_group.placement_group_handle import DefaultPlacementGroupHandle
-from ray.train.v2._internal.execution.worker_group.worker_group import WorkerGroup
+from ray.train.v2._internal.execution.failure_handling import FailureDecision, FailurePolicy
+from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision, ScalingPolicy
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-from tidegate.arbiter.messages import Grant
+from tidegate.errors import TidegateError
+from tidegate.gang.node_group import Standing, node_group
+from tidegate.gang.plan import Formation
 
-POLL_S = 0.5
-"""How often Ray Train looks at its workers (its default, 2 s, is most of a node restart's notice)."""
+STARTS_APART_S = 1.0
+"""At least so long between two starts of the workers: one that fails at once must not spin."""
+
+Ask = Callable[[], Formation]
+"""Blocks until the gang's current grant has a group that is ready.
+
+Raises:
+    NobodyLeadsError: there is no coordinator to ask.
+"""
 
 
-class _BorrowedGroup(DefaultPlacementGroupHandle):
-    def shutdown(self) -> None:
-        """The arbiter owns the placement group: it stays over restarts."""
+class NobodyLeadsError(TidegateError):
+    """The gang's coordinator is gone, or the gang has ended: Ray Train must not start again."""
 
 
-def _borrowing_controller(placement_group: str) -> type[TrainController]:
-    class BorrowingWorkerGroup(WorkerGroup):
-        def _create_placement_group(self, scaling_config: Any, worker_group_context: Any) -> _BorrowedGroup:
-            return _BorrowedGroup(ray.util.get_placement_group(placement_group))
+class _GrantScaling(ScalingPolicy):
+    """As many workers as the grant has nodes. Ray's autoscaler is not asked: the arbiter's group is its demand."""
 
-    class BorrowingController(TrainController):
-        worker_group_cls = BorrowingWorkerGroup
+    def __init__(self, scaling_config: ScalingConfig, ask: Ask, standing: Standing) -> None:
+        super().__init__(scaling_config)
+        self._ask, self._standing, self._started_s = ask, standing, 0.0
 
-    return BorrowingController
+    def make_decision_for_non_running_worker_group(self) -> ResizeDecision:
+        time.sleep(max(0.0, self._started_s + STARTS_APART_S - time.monotonic()))
+        self._standing.formation = formation = self._ask()
+        self._started_s = time.monotonic()
+        return ResizeDecision(num_workers=formation.nodes, resources_per_worker={"GPU": formation.gpus_per_node})
+
+    def make_decision_for_running_worker_group(self, worker_group_state: Any, worker_group_status: Any) -> NoopDecision:
+        """Nothing: the arbiter moves a gang by removing its group, which ends the workers."""
+        return NoopDecision()
+
+    def _get_num_workers_for_resource_request(self) -> int:
+        return 0
+
+    def after_controller_start(self, train_run_context: Any) -> None: ...
+
+    async def before_controller_shutdown(self) -> None: ...
+
+    def before_controller_abort(self) -> None: ...
+
+
+class _KeepGoing(FailurePolicy):
+    """Start again, whatever failed: the gang's coordinator knows when to stop."""
+
+    def make_decision(self, training_failed_error: Any) -> FailureDecision:
+        cause = getattr(training_failed_error, "controller_failure", None)
+        return FailureDecision.RAISE if isinstance(cause, NobodyLeadsError) else FailureDecision.RETRY
 
 
 class NodeTrainer(DataParallelTrainer):
-    """`fit()` blocks until the gang has ended; Ray Train restarts the whole group when a node's worker dies."""
+    """`fit()` blocks until the gang has ended; Ray Train's controller runs in this process, in the calling thread."""
 
     def __init__(
-        self, train_fn: Callable[[dict[str, Any]], None], settings: dict[str, Any], grant: Grant, run_dir: Path
+        self, train_fn: Callable[[dict[str, Any]], None], settings: dict[str, Any], storage: Path, name: str, ask: Ask
     ) -> None:
-        self._placement_group = grant.placement_group
+        self._ask = ask
         super().__init__(
             train_fn,
             train_loop_config=settings,
-            scaling_config=ScalingConfig(
-                num_workers=len(grant.nodes),
-                use_gpu=True,
-                resources_per_worker={"GPU": grant.gpus_per_node},
-            ),
+            # The number of workers is the scaling policy's.
+            scaling_config=ScalingConfig(num_workers=1, use_gpu=True),
             run_config=RunConfig(
-                name=f"grant-{grant.generation}",
-                storage_path=str(run_dir / "ray_train"),
+                name=name,
+                storage_path=str(storage),
                 failure_config=FailureConfig(max_failures=-1),
             ),
         )
 
     def _initialize_and_run_controller(self, **arguments: Any) -> Any:
-        # It would remove the arbiter's placement group when the controller dies.
+        standing = Standing()
+        arguments["scaling_policy"] = _GrantScaling(self.scaling_config, self._ask, standing)
+        arguments["failure_policy"] = _KeepGoing(self.run_config.failure_config)
+        # The cleaner among them would remove the arbiter's placement group when the controller dies; the others serve
+        # workers that ours are not.
         arguments["callbacks"] = [
-            callback for callback in arguments["callbacks"] if not isinstance(callback, PlacementGroupCleanerCallback)
+            callback for callback in arguments["callbacks"] if isinstance(callback, ControllerMetricsCallback)
         ]
-        environment = {
-            "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": str(POLL_S),
-            **{name: value for name, value in os.environ.items() if name.startswith("RAY_TRAIN_")},
-        }
-        controller = (
-            ray.remote(num_cpus=0)(_borrowing_controller(self._placement_group))
-            .options(
-                runtime_env={"env_vars": environment},
-                label_selector={"ray.io/node-id": ray.get_runtime_context().get_node_id()},
-            )
-            .remote(**arguments)
-        )
-        ray.get(controller.run.remote())
-        return ray.get(controller.get_result.remote())
+        function, settings = self.train_loop_per_worker, self.train_loop_config
+
+        class Controller(TrainController):
+            worker_group_cls = node_group(function, settings, standing)
+
+        controller = Controller(**arguments)
+        asyncio.run(controller.run())
+        return controller.get_result()

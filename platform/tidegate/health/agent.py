@@ -159,17 +159,25 @@ class HealthAgent:
     def _inventory(self, seen: Round) -> tuple[GpuSeen, ...]:
         celsius: dict[str, float | None] = {}
         tensor: dict[str, float | None] = {}
+        memory: dict[str, float | None] = {}
+        processes: dict[str, float | None] = {}
         for reading in seen.readings:
             if reading.signal is Signal.GPU_TEMPERATURE:
                 celsius[reading.subject] = temperature_celsius(reading, self._spec.temperature)
             elif reading.signal is Signal.GPU_TENSOR_ACTIVE:
                 tensor[reading.subject] = reading.value
+            elif reading.signal is Signal.GPU_MEMORY_USED:
+                memory[reading.subject] = reading.value
+            elif reading.signal is Signal.GPU_PROCESSES:
+                processes[reading.subject] = reading.value
         return tuple(
             GpuSeen(
                 uuid=GpuId(gpu.uuid),
                 index=gpu.index,
                 temperature_celsius=celsius.get(gpu.uuid),
                 tensor_active_ratio=tensor.get(gpu.uuid),
+                memory_used_bytes=_whole(memory.get(gpu.uuid)),
+                processes=_whole(processes.get(gpu.uuid)),
             )
             for gpu in seen.gpus
         )
@@ -215,3 +223,7 @@ def _start(source: Source) -> _Look:
     # Not an executor: those are joined when the process ends, and a call into a dead driver never comes back.
     threading.Thread(target=ask, name="health-source", daemon=True).start()
     return _Look(answer=asyncio.wrap_future(answer), started_s=time.monotonic())
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else int(value)

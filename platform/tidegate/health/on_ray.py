@@ -6,13 +6,14 @@ import asyncio
 import logging
 import math
 import os
+import threading
 from typing import Any
 
 import ray
 from ray.util.metrics import Gauge
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from tidegate.arbiter.client import NAMESPACE, ArbiterClient
+from tidegate.arbiter.client import NAMESPACE, ON_HEAD, ArbiterClient
 from tidegate.arbiter.messages import HealthReport
 from tidegate.clock import SystemClock
 from tidegate.health.agent import HealthAgent
@@ -23,16 +24,37 @@ from tidegate.spec.policy import Policy
 
 logger = logging.getLogger(__name__)
 
+KEEPER_NAME = "health-agents"
+LOOK_FOR_NODES_S = 2.0
+
+
+def keep_agents(policy: Policy) -> Any:
+    """The actor that gives each node with GPUs its agent, those that join later too; started if there is none."""
+    return (
+        ray.remote(AgentsKeeper)
+        .options(
+            name=KEEPER_NAME,
+            namespace=NAMESPACE,
+            get_if_exists=True,
+            lifetime="detached",
+            num_cpus=0,
+            max_restarts=-1,
+            resources=ON_HEAD,
+        )
+        .remote(policy)
+    )
+
 
 def start_agents(policy: Policy) -> int:
-    """See that each live node with GPUs has its agent; how many such nodes there are.
-
-    Cheap where they all run: call it as nodes come and go.
-    """
-    nodes = [NodeId(n["NodeID"]) for n in ray.nodes() if n["Alive"] and n["Resources"].get("GPU", 0) > 0]
+    """See that each live node with GPUs has its agent; how many such nodes there are."""
+    nodes = gpu_nodes()
     for node in nodes:
         ensure_agent(node, policy)
     return len(nodes)
+
+
+def gpu_nodes() -> frozenset[NodeId]:
+    return frozenset(NodeId(n["NodeID"]) for n in ray.nodes() if n["Alive"] and n["Resources"].get("GPU", 0) > 0)
 
 
 def ensure_agent(node: NodeId, policy: Policy) -> Any:
@@ -50,6 +72,45 @@ def ensure_agent(node: NodeId, policy: Policy) -> Any:
         )
         .remote(policy)
     )
+
+
+class AgentsKeeper:
+    """Starts agents as nodes join. An agent's own restarts are Ray's business; one whose node is gone ends with it."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._known: frozenset[NodeId] = frozenset()
+        threading.Thread(target=self._keep, name="health-agents", daemon=True).start()
+
+    def agents(self) -> int:
+        """How many nodes have been given theirs."""
+        return len(self._known)
+
+    def _keep(self) -> None:
+        rest = threading.Event()
+        said = ""
+        while True:
+            try:
+                nodes = gpu_nodes()
+                for node in sorted(nodes - self._known):
+                    ensure_agent(node, self._policy)
+                for node in sorted(self._known - nodes):
+                    _forget_agent(node)
+                self._known, said = nodes, ""
+            except Exception as error:
+                # GCS is away for a moment, or a node has gone between two calls: the next look decides afresh.
+                if str(error) != said:
+                    logger.warning("health: cannot look for new nodes: %s", error)
+                said = str(error)
+            rest.wait(LOOK_FOR_NODES_S)
+
+
+def _forget_agent(node: NodeId) -> None:
+    """A node never comes back under its id, yet Ray would wait for it with this actor for ever."""
+    try:
+        ray.kill(ray.get_actor(health_agent_name(node), namespace=NAMESPACE))
+    except ValueError:
+        return  # Ray has forgotten it already
 
 
 class HealthActor:

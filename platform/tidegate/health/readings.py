@@ -19,6 +19,9 @@ class Signal(StrEnum):
     """Degrees left to the slowdown limit, signed."""
     GPU_TENSOR_ACTIVE = "gpu_tensor_active_ratio"
     """Share of the time since the last reading in which tensor cores worked, 0 to 1."""
+    GPU_MEMORY_USED = "gpu_memory_used_bytes"
+    GPU_PROCESSES = "gpu_processes"
+    """Compute processes that the driver lists on the GPU."""
     NVML_ANSWERS = "nvml_answers"
     """1.0 when the driver's library answers at all; its subject is the node."""
 

@@ -1,4 +1,4 @@
-"""NVML through nvidia-ml-py: temperature, thermal margin and tensor activity of every GPU of this machine.
+"""NVML through nvidia-ml-py: temperature, thermal margin, tensor activity, memory and processes of every GPU here.
 
 (The PyPI project is called `nvidia-ml-py`, its module `pynvml`; the PyPI project `pynvml` holds no bindings any more.)
 """
@@ -173,7 +173,11 @@ class NvmlSource:
             gone = next((reading.cause for reading in readings if reading.status is Status.LOST), None)
             # A lost GPU is not asked further: each call may take long, and the answer is known.
             readings.append(self._ask(gpu, signal, ask) if gone is None else self._reading(gpu.uuid, signal, gone))
-        return [self._reading(gpu.uuid, Signal.GPU_ANSWERS, self._answers(gpu, readings)), *readings]
+        answers = self._reading(gpu.uuid, Signal.GPU_ANSWERS, self._answers(gpu, readings))
+        if answers.status is Status.OK:
+            readings.append(self._ask(gpu, Signal.GPU_MEMORY_USED, _memory_used))
+            readings.append(self._ask(gpu, Signal.GPU_PROCESSES, _processes))
+        return [answers, *readings]
 
     def _ask(self, gpu: _Gpu, signal: Signal, ask: Callable[[Any], float]) -> Reading:
         if signal in gpu.unsupported:
@@ -235,6 +239,15 @@ class NvmlSource:
 
 class _OtherLibraryError(Exception):
     """pynvml works on a library that is not the one we were told to use."""
+
+
+def _memory_used(handle: Any) -> int:
+    """Bytes, without what the driver keeps for itself: only the second layout tells the two apart."""
+    return int(pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2).used)
+
+
+def _processes(handle: Any) -> int:
+    return len(pynvml.nvmlDeviceGetComputeRunningProcesses(handle))
 
 
 def _cause(error: pynvml.NVMLError) -> str:

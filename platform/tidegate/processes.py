@@ -1,0 +1,128 @@
+"""End what a process leaves behind when it is killed outright: children that gave themselves a session of their own.
+
+A child started with `start_new_session=True` (torch.compile's workers are) gets no signal when its parent's process
+group does, and survives its parent's SIGKILL: it would hold a GPU for ever. Its environment betrays it: whatever a
+marked process executes inherits the mark. (One that was only forked shows the environment that its image began with.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+AGENT_MARK = "TIDEGATE_AGENT"
+"""A node agent's name, in the environment of all that it starts."""
+
+END_DEADLINE_S = 5.0
+_LOOK_EVERY_S = 0.02
+_TRACKER = b"multiprocessing.resource_tracker"
+"""Ends by itself once nothing needs it, and only then frees shared memory that was left: not to be killed."""
+
+
+def carriers(variable: str, value: str) -> tuple[int, ...]:
+    """Processes whose environment has `variable=value`, but for this one and for zombies."""
+    wanted = f"{variable}={value}".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):  # it has ended, or is not ours to read
+            # A zombie has no environment.
+            if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+    return tuple(found)
+
+
+def family(variable: str, value: str) -> tuple[int, ...]:
+    """Carriers and all that descends from them: who sets its own title, as Ray's workers do, shows no environment."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):  # it has ended
+                parents[int(entry.name)] = int(_stat(int(entry.name))[1])
+    found = set(carriers(variable, value))
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return tuple(sorted(pid for pid in found - {os.getpid()} if _runs(pid)))
+
+
+def end_family(variable: str, value: str) -> tuple[int, ...]:
+    """SIGKILL carriers and descendants until none is left, as a loss of power would; those that are after
+    `END_DEADLINE_S`."""
+    ends_s = time.monotonic() + END_DEADLINE_S
+    ending: set[int] = set()
+    while True:
+        ending |= {pid for pid in family(variable, value) if not _is_spared(pid, None)}
+        for pid in ending:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        # Known from earlier rounds: an orphan is nobody's descendant any more.
+        ending = {pid for pid in ending if _runs(pid)}
+        if not ending or time.monotonic() > ends_s:
+            return tuple(sorted(ending))
+        time.sleep(_LOOK_EVERY_S)
+
+
+def end_carriers(variable: str, value: str, *, spare_children_of: int | None = None) -> tuple[int, ...]:
+    """SIGKILL all carriers until none is left; those that still are after `END_DEADLINE_S`.
+
+    With `spare_children_of` that process's direct children stay. What a killed child of such a child leaves behind has
+    another parent by then: init, or the nearest subreaper.
+    """
+    ends_s = time.monotonic() + END_DEADLINE_S
+    ending: set[int] = set()
+    while True:
+        found = {pid for pid in carriers(variable, value) if not _is_spared(pid, spare_children_of)}
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        # One that is being torn down shows no environment any more, and may still hold its GPU.
+        ending = {pid for pid in ending | found if _runs(pid)}
+        if not ending or time.monotonic() > ends_s:
+            return tuple(sorted(ending))
+        time.sleep(_LOOK_EVERY_S)
+
+
+def start_undertaker(variable: str, value: str) -> subprocess.Popen[bytes]:
+    """A process that ends all carriers once the present one is gone, however it went, or closes its `stdin`."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "tidegate.processes", variable, value],
+        stdin=subprocess.PIPE,
+        env={name: text for name, text in os.environ.items() if name != variable},
+        # What kills its starter's process group must not kill it.
+        start_new_session=True,
+    )
+
+
+def _is_spared(pid: int, parent: int | None) -> bool:
+    try:
+        return _TRACKER in Path(f"/proc/{pid}/cmdline").read_bytes() or parent == int(_stat(pid)[1])
+    except OSError:
+        return True  # it has ended meanwhile
+
+
+def _runs(pid: int) -> bool:
+    """Zombies don't: all that they held is free."""
+    try:
+        return _stat(pid)[0] not in ("Z", "X")
+    except OSError:
+        return False
+
+
+def _stat(pid: int) -> list[str]:
+    """State, parent, … as proc(5) lists them, from the one after the command's name, which stands in brackets."""
+    return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()
+
+
+def main(variable: str, value: str) -> None:
+    sys.stdin.buffer.read()  # returns when the last holder of the other end is gone
+    end_carriers(variable, value)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,120 @@
+"""What `gang/trainer.py` leans on inside Ray Train 2.60 and Ray does not promise. No cluster.
+
+An upgrade that moves one of these hooks breaks a line here, each with the reason why we need it; that the hooks also do
+what we think is seen on a cluster, in `test_on_cluster.py` and `test_ray_traps.py`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import CodeType, FunctionType
+from typing import Any
+
+import ray
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.v2._internal import constants
+from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+from ray.train.v2._internal.execution.controller.controller import TrainController
+from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision, ScalingPolicy
+from ray.train.v2._internal.execution.worker_group.placement_group_handle import DefaultPlacementGroupHandle
+from ray.train.v2._internal.execution.worker_group.worker_group import WorkerGroup
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+
+from tidegate.gang.trainer import NodeTrainer
+
+CONTROLLER_ARGUMENTS = {"train_fn_ref", "scaling_policy", "failure_policy", "train_run_context", "callbacks"}
+
+
+def words(function: Callable[..., Any]) -> set[str]:
+    """Names and words that a function's code mentions, its inner functions' too."""
+    assert isinstance(function, FunctionType)
+    found: set[str] = set()
+    codes = [function.__code__]
+    while codes:
+        code = codes.pop()
+        found |= {*code.co_names, *code.co_varnames}
+        for constant in code.co_consts:
+            if isinstance(constant, CodeType):
+                codes.append(constant)
+            elif isinstance(constant, str):
+                found.add(constant)
+            elif isinstance(constant, tuple):
+                found |= {part for part in constant if isinstance(part, str)}
+    return found
+
+
+def calling(owner: type, name: str) -> list[str]:
+    """The methods of a class that mention `name`."""
+    return [method for method, f in vars(owner).items() if isinstance(f, FunctionType) and name in words(f)]
+
+
+def parameters(function: Callable[..., Any]) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def test_fit_starts_its_controller_through_the_method_that_we_override() -> None:
+    said = words(DataParallelTrainer.fit)
+    assert "_initialize_and_run_controller" in said
+    assert said >= CONTROLLER_ARGUMENTS, "what we replace among the controller's arguments has another name"
+    taken = inspect.signature(DataParallelTrainer._initialize_and_run_controller).parameters.values()
+    assert [parameter.kind for parameter in taken][1:] == [inspect.Parameter.VAR_KEYWORD]
+    assert NodeTrainer._initialize_and_run_controller is not DataParallelTrainer._initialize_and_run_controller
+    assert NodeTrainer.fit is DataParallelTrainer.fit
+
+
+def test_the_controller_is_what_we_make_an_actor_of() -> None:
+    assert set(parameters(TrainController.__init__)) >= CONTROLLER_ARGUMENTS
+    assert inspect.iscoroutinefunction(TrainController.run)
+    assert parameters(TrainController.run) == ["self"]
+    assert parameters(TrainController.get_result) == ["self"]
+    assert inspect.isclass(TrainController), "it is decorated as an actor already"
+
+
+def test_the_controller_takes_its_worker_group_from_a_class_attribute() -> None:
+    assert TrainController.worker_group_cls is WorkerGroup
+    assert "worker_group_cls" in words(TrainController._start_worker_group)
+
+
+def test_the_worker_group_asks_one_method_for_its_placement_group() -> None:
+    assert parameters(WorkerGroup._create_placement_group) == ["self", "scaling_config", "worker_group_context"]
+    assert calling(WorkerGroup, "_create_placement_group"), "nothing calls it: placement groups are made elsewhere"
+
+
+def test_a_placement_group_goes_only_through_its_handle() -> None:
+    """So a handle whose `shutdown` does nothing is one that only borrows. Trap 1 needs `wait` to have a timeout."""
+    assert "remove_placement_group" in words(DefaultPlacementGroupHandle.shutdown)
+    assert parameters(DefaultPlacementGroupHandle.wait) == ["self", "timeout_seconds"]
+    assert parameters(DefaultPlacementGroupHandle.__init__) == ["self", "pg"]
+    for name, function in vars(WorkerGroup).items():
+        if isinstance(function, FunctionType):
+            assert "remove_placement_group" not in words(function), name
+
+
+def test_the_cleaner_that_would_delete_a_borrowed_group_is_a_callback_that_we_can_leave_out() -> None:
+    """Trap 7."""
+    assert "PlacementGroupCleanerCallback" in words(DataParallelTrainer._create_default_callbacks)
+    assert "register_placement_group" in words(PlacementGroupCleanerCallback.after_worker_group_start)
+    elsewhere = words(TrainController.__init__) | words(TrainController._start) | words(WorkerGroup.__init__)
+    assert not {word for word in elsewhere if "PlacementGroupCleaner" in word}, "it comes in by another door"
+
+
+def test_a_scaling_policy_decides_how_many_workers_each_start_has() -> None:
+    """Trap 2: ours counts the grant's nodes, Ray's elastic one whatever GPUs exist, used by others or not."""
+    assert calling(TrainController, "make_decision_for_non_running_worker_group")
+    assert calling(TrainController, "make_decision_for_running_worker_group")
+    assert list(ResizeDecision.__dataclass_fields__)[:2] == ["num_workers", "resources_per_worker"]
+    assert not NoopDecision.__dataclass_fields__
+    wanted = {"make_decision_for_non_running_worker_group", "make_decision_for_running_worker_group"}
+    assert wanted <= set(ScalingPolicy.__abstractmethods__)
+
+
+def test_the_settings_that_we_give_are_still_settings() -> None:
+    assert constants.HEALTH_CHECK_INTERVAL_S_ENV_VAR == "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"
+    assert FailureConfig(max_failures=-1).max_failures == -1
+    assert "name" in parameters(RunConfig)
+    assert {"num_workers", "use_gpu", "resources_per_worker"} <= set(parameters(ScalingConfig))
+
+
+def test_this_is_the_ray_that_was_examined() -> None:
+    assert ray.__version__.startswith("2.60."), "read the hooks above in the new version, then raise this line"
