@@ -2,6 +2,8 @@
 
 Every process of the cluster inherits a marker in its environment, and stopping means: ask `ray start` to end, then end
 whatever still carries the marker. Other Ray clusters on the machine are never touched.
+
+Nodes can be killed, frozen and started while it runs, the head too; see `kill_head` for what that needs.
 """
 
 from __future__ import annotations
@@ -17,14 +19,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tidegate.cluster.ray_start import CURRENT_CLUSTER, RayStart, head_start, worker_start
 from tidegate.errors import PortInUseError, TidegateError
+from tidegate.processes import carriers, end_family, family
+from tidegate.spec.policy import ClusterSpec, RedisSpec
 
 MARKER = "TIDEGATE_LOCAL_CLUSTER"
-START_DEADLINE_S = 90.0
+NODE_MARKER = "TIDEGATE_LOCAL_NODE"
+START_DEADLINE_S = 150.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -53,11 +59,15 @@ class LocalCluster:
     """For every process of the cluster."""
     node_environment: Sequence[Mapping[str, str]] = ()
     """For the processes of one GPU node, in order."""
+    redis: RedisSpec | None = None
+    """Where GCS keeps its state; needed to restart the head."""
+    haproxy: bool = False
     object_store_bytes: int = 200_000_000
     marker: str = field(default_factory=lambda: f"{os.getpid()}-{secrets.token_hex(4)}")
     temp_dir: Path = field(init=False)
     host: str = field(init=False, default="")
     _started: list[subprocess.Popen[bytes]] = field(init=False, default_factory=list)
+    _lives: int = field(init=False, default=0)
 
     @property
     def address(self) -> str:
@@ -76,7 +86,7 @@ class LocalCluster:
         try:
             self._start_head()
             for index in range(len(self.gpus_per_node)):
-                self._start_node(index)
+                self.start_node(index)
         except BaseException:
             self.stop()
             raise
@@ -117,56 +127,97 @@ class LocalCluster:
             # A node that is told to stop has nothing to drain here: the cluster goes as a whole.
             "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
             "RAY_worker_niceness": "0",
-            # Quick notice of a frozen node (reference: 63 s by default, 8.8 s so).
-            "RAY_health_check_period_ms": "1000",
-            "RAY_health_check_timeout_ms": "5000",
-            "RAY_health_check_failure_threshold": "5",
+            # The default is 30 s, which a machine that is busy with other clusters may need for a raylet alone.
+            "RAY_raylet_start_wait_time_s": "120",
             **self.environment,
         }
 
-    def _start_head(self) -> None:
-        self._ray_start(
-            [
-                "--head",
-                f"--port={self.ports.gcs}",
-                "--include-dashboard=true",
-                "--dashboard-host=127.0.0.1" if self.host == "127.0.0.1" else f"--dashboard-host={self.host}",
-                f"--dashboard-port={self.ports.dashboard}",
-                "--num-gpus=0",
-                f"--num-cpus={self.head_cpus}",
-            ],
-            {},
-        )
+    # What a test does to it
 
-    def _start_node(self, index: int) -> None:
+    def start_node(self, index: int) -> None:
+        """Start GPU node `index` (from 0), again too after `kill_node`: it comes with the same name and a new id."""
         extra = self.node_environment[index] if index < len(self.node_environment) else {}
-        self._ray_start(
-            [
-                f"--address={self.address}",
-                f"--num-gpus={self.gpus_per_node[index]}",
-                f"--num-cpus={self.node_cpus}",
-                f"--labels=tidegate/name=node-{'abcdefghijklmnopqrstuvwxyz'[index % 26]}",
-            ],
-            extra,
+        labels = {"tidegate/name": f"node-{'abcdefghijklmnopqrstuvwxyz'[index % 26]}"}
+        start = worker_start(self._settings(), self.address, labels)
+        own = [f"--num-gpus={self.gpus_per_node[index]}", f"--num-cpus={self.node_cpus}"]
+        self._ray_start(start, own, {NODE_MARKER: self._node_mark(index), **extra})
+
+    def kill_node(self, index: int) -> None:
+        """SIGKILL every process of GPU node `index`, ranks and replicas included: its machine has lost power.
+
+        GCS notices by its health checks, about 3 s later.
+        """
+        self._kill(self._node_mark(index))
+
+    def freeze_node(self, index: int) -> None:
+        """SIGSTOP every process of GPU node `index`: no connection ends, nothing answers. End it with `kill_node`."""
+        for pid in self.node_processes(index):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
+
+    def kill_head(self) -> None:
+        """SIGKILL every process of the head: GCS, dashboard, arbiter, Serve's controller, whatever runs there.
+
+        With `redis` the GPU nodes run on and wait for `restart_head`; without it they end after a while.
+        """
+        self._kill(self._node_mark(None))
+
+    def restart_head(self) -> None:
+        """Start a killed head again, on the same ports. It has a new node id; what was detached comes back."""
+        if self.redis is None:
+            raise ClusterStartError("a head can be restarted only where GCS kept its state: give `redis`")
+        # While GPU nodes of the cluster run on this machine, this file makes `ray start` refuse a second head.
+        (self.temp_dir / CURRENT_CLUSTER).unlink(missing_ok=True)
+        self._start_head()
+
+    def head_processes(self) -> tuple[int, ...]:
+        return family(NODE_MARKER, self._node_mark(None))
+
+    def node_processes(self, index: int) -> tuple[int, ...]:
+        return family(NODE_MARKER, self._node_mark(index))
+
+    def _kill(self, mark: str) -> None:
+        end_family(NODE_MARKER, mark)
+        for process in [process for process in self._started if process.poll() is not None]:
+            self._started.remove(process)
+
+    def _node_mark(self, index: int | None) -> str:
+        return f"{self.marker}/{'head' if index is None else index}"
+
+    def _settings(self) -> ClusterSpec:
+        return ClusterSpec(
+            gcs_port=self.ports.gcs,
+            dashboard_host=self.host,
+            dashboard_port=self.ports.dashboard,
+            # Nodes of one machine can't share these: each start gets free ones.
+            dashboard_agent_port=free_port(),
+            metrics_port=free_port(),
+            haproxy_stats_port=free_port(),
+            haproxy_metrics_port=free_port(),
+            redis=self.redis,
+            haproxy=self.haproxy,
+            temp_dir=str(self.temp_dir),
         )
 
-    def _ray_start(self, arguments: list[str], extra: Mapping[str, str]) -> None:
-        log = self.temp_dir / f"start-{len(self._started)}.log"
+    def _start_head(self) -> None:
+        own = [f"--num-cpus={self.head_cpus}"]
+        self._ray_start(head_start(self._settings()), own, {NODE_MARKER: self._node_mark(None)})
+
+    def _ray_start(self, start: RayStart, own: Sequence[str], extra: Mapping[str, str]) -> None:
+        self._lives += 1
+        log = self.temp_dir / f"start-{self._lives}.log"
         command = [
             sys.executable,
             "-m",
             "ray.scripts.scripts",
             "start",
             "--block",
-            *arguments,
-            f"--temp-dir={self.temp_dir}",
+            *start.arguments,
+            *own,
             f"--object-store-memory={self.object_store_bytes}",
-            f"--dashboard-agent-listen-port={free_port()}",
-            f"--metrics-export-port={free_port()}",
             f"--node-ip-address={self.host}",
-            "--disable-usage-stats",
         ]
-        environment = {**os.environ, **self._base_environment(), **extra}
+        environment = {**os.environ, **start.environment, **self._base_environment(), **extra}
         with log.open("wb") as out:
             process = subprocess.Popen(
                 command,
@@ -181,7 +232,7 @@ class LocalCluster:
         deadline = time.monotonic() + START_DEADLINE_S
         while b"--block" not in (text := log.read_bytes()):
             if process.poll() is not None or time.monotonic() > deadline:
-                raise ClusterStartError(f"ray start {' '.join(arguments)}\n{text.decode(errors='replace')[-2000:]}")
+                raise ClusterStartError(f"ray start {' '.join(command[5:])}\n{text.decode(errors='replace')[-2000:]}")
             time.sleep(0.1)
 
 
@@ -203,21 +254,15 @@ def free_port() -> int:
         return port
 
 
-def marked_processes(marker: str) -> Iterator[int]:
+def marked_processes(marker: str) -> tuple[int, ...]:
     """Process ids (not our own) whose environment carries the marker."""
-    wanted = f"{MARKER}={marker}".encode()
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
-        with contextlib.suppress(OSError):  # it has ended, or is not ours to read
-            if wanted in (entry / "environ").read_bytes().split(b"\0"):
-                yield int(entry.name)
+    return carriers(MARKER, marker)
 
 
 def end_marked(marker: str, patience_s: float) -> None:
     """Wait until no marked process is left; kill what is left after `patience_s`."""
     deadline = time.monotonic() + patience_s
-    while list(marked_processes(marker)):
+    while marked_processes(marker):
         if time.monotonic() > deadline:
             for process in marked_processes(marker):
                 with contextlib.suppress(ProcessLookupError):

@@ -1,0 +1,1 @@
+"""Start and stop Ray on this machine with our settings."""
