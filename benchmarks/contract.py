@@ -6,6 +6,7 @@ of the rounds' ratios, not the ratio of medians: contenders alternate, so both s
 
 from __future__ import annotations
 
+import math
 import operator
 import os
 import platform
@@ -44,6 +45,8 @@ class Metric(Frozen):
     goal: Annotated[str, Field(pattern=f"^{_GOAL.pattern}$")]
     """E.g. `>= 5` or `<= 2.0`: of the ratio, or of `ours` where there is none."""
     holds: bool
+    note: str | None = None
+    """What the figures do not say, e.g. why there is no peer."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Metric:
@@ -105,19 +108,38 @@ def compared(
     )
 
 
-def figure(ours: Sequence[float], *, goal: str) -> Metric:
+def figure(ours: Sequence[float], *, goal: str, note: str | None = None) -> Metric:
     """A metric that compares with nothing but its goal."""
     middle = statistics.median(ours)
-    return Metric(ours=middle, goal=goal, holds=_met(goal, middle))
+    return Metric(ours=middle, goal=goal, holds=_met(goal, middle), note=note)
 
 
-def publish(name: str, metrics: Mapping[str, Metric], *, rounds: int, packages: Sequence[str]) -> Result:
-    """Print the result as one line of JSON, and keep it in `RESULTS` if it has enough rounds. Losses are kept too."""
+def growth_exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
+    """k where `values` grow like sizes^k: the slope of the least-squares line through their logarithms.
+
+    Raises:
+        statistics.StatisticsError: there are fewer than two sizes, or they are all the same.
+        ValueError: a size or a value is not above zero, or the two differ in number.
+    """
+    pairs = [(math.log(size), math.log(value)) for size, value in zip(sizes, values, strict=True)]
+    return statistics.linear_regression([x for x, _ in pairs], [y for _, y in pairs]).slope
+
+
+def publish(
+    name: str, metrics: Mapping[str, Metric], *, rounds: int, packages: Sequence[str], whole: bool = True
+) -> Result:
+    """Print the result as one line of JSON, and keep it in `RESULTS` if it has enough rounds. Losses are kept too.
+
+    `whole`: every metric of the benchmark is there; else it is never kept.
+    """
     versions = {"python": platform.python_version(), **{package: version(package) for package in packages}}
     result = Result(
         name=name, metrics=dict(metrics), rounds=rounds, versions=versions, machine=this_machine(), at=_now()
     )
-    keep(result, RESULTS)
+    if whole:
+        keep(result, RESULTS)
+    else:
+        print("not kept: only a part was measured", file=sys.stderr)
     print(result.model_dump_json(), flush=True)
     return result
 

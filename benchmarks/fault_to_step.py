@@ -1,12 +1,21 @@
-"""Seconds from a rank's SIGKILL to the first step of the restarted gang: ours, plain Ray Train's, and the floor.
+"""Seconds from a fault to the first step of the restarted gang: ours, plain Ray Train's, torchrun's, and the floor.
 
-Four ranks on two nodes of two logical GPUs; same network, data, checkpoints and loop for all. In each round every
-contender starts a run, loses one rank after its first checkpoint, and is stopped after its first step:
+Four ranks on two of three nodes of two logical GPUs; same network, data, checkpoints and loop for all. In each round
+every contender starts one run, which the faults strike one after the other, each after a checkpoint:
 
+* `rank_kill`: SIGKILL to a rank. `rank_hang`: SIGSTOP to a rank. `node_kill`: SIGKILL to everything on a node, while
+  the third is free. `controller_kill`: SIGKILL to Ray Train's controller.
 * ours: the submitted job, with arbiter and health agents running;
-* Ray Train at its defaults; polling its workers every 0.5 s; and so on a cluster of its own that preloads torch and the
-  loop in its workers (`RAY_preload_python_modules`). The headline is against whichever has the best median;
+* Ray Train, `tuned`: it looks at its workers every 0.5 s, and a collective gives up after `PEERS_TIMEOUT_S` (a start
+  needs that long). At its `default` only for `rank_kill`: a hang costs it ten minutes there. Workers that preload torch
+  (`RAY_preload_python_modules`) made it slower here. Without its controller its run fails;
+* torchrun `--max-restarts`, on one host, with the same timeout;
 * the floor: the same ranks forked from a warm forkserver, without a cluster: fork, rendezvous, restore, one step.
+
+`loss_mismatches` counts our steps, those done again too, whose loss differs from an undisturbed run's; `steps_lost` is
+the most that a restart did again.
+
+Takes about fifteen minutes on two cores.
 """
 
 from __future__ import annotations
@@ -15,57 +24,44 @@ import argparse
 import json
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import ray
 import yaml
 from benchmarks.contenders import turns
-from benchmarks.contract import compared, publish
+from benchmarks.contract import Metric, compared, figure, publish
 from PIL import Image
 
+from benchmarks import arena
 from tidegate.cli.connect import connect
-from tidegate.cli.up import bring_up
 from tidegate.data.prepare import prepare
-from tidegate.testing import fake_nvml
-from tidegate.testing.local_cluster import LocalCluster, Ports
+from tidegate.testing.local_cluster import LocalCluster
 
-NODES = ("node-a", "node-b")
-GPUS_PER_NODE = turns.RANKS // len(NODES)
-PEERS = ("default", "polled", "preloaded")
-PRELOADED = "ray.train.torch,tidegate.train.loop"
-POLLED = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5"}
+NODES = ("node-a", "node-b", "node-c")
+GPUS_PER_NODE = 2
+FAULTS = ("rank_kill", "rank_hang", "node_kill", "controller_kill")
+TUNED = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5"}
+PEERS_TIMEOUT_S = 10.0
 FLOOR_GENERATION = 1000
 """Above any that a turn of ours reaches."""
 IMAGES = 1024
 EVERY_STEPS = 10
+NO_PEER = "plain Ray Train's run fails when its controller is killed"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arena:
-    """What turns are played in."""
-
-    inputs: turns.Inputs
-    plain: Mapping[str, str]
-    """Environment of processes that talk to the cluster where the arbiter runs."""
-    preloaded: Mapping[str, str]
-    """As `plain`, of the cluster whose workers import torch and the loop as they start."""
-
-
-# Each plays one turn in the round's folder and says how many seconds it took. The floor needs a checkpoint of ours.
-CONTENDERS: Mapping[str, Callable[[Arena, Path, int], float]] = {
-    "ours": lambda arena, here, victim: turns.ours(arena.inputs, here / "ours", victim, arena.plain),
-    "floor": lambda arena, here, victim: turns.warm_fork(arena.inputs, here / "ours", FLOOR_GENERATION, arena.plain),
-    "default": lambda arena, here, victim: turns.ray_train(arena.inputs, here / "default", victim, arena.plain),
-    "polled": lambda arena, here, victim: turns.ray_train(
-        arena.inputs, here / "polled", victim, {**arena.plain, **POLLED}
-    ),
-    "preloaded": lambda arena, here, victim: turns.ray_train(
-        arena.inputs, here / "preloaded", victim, {**arena.preloaded, **POLLED}
-    ),
-}
+@dataclass(slots=True)
+class Found:
+    seconds: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
+    """Fault and contender -> what each round took."""
+    runs: list[Path] = field(default_factory=list)
+    """Directories of all runs of ours."""
+    survived: int = 0
+    """Runs of plain Ray Train that outlived their controller."""
+    mismatches: int = 0
 
 
 def make_inputs(folder: Path) -> turns.Inputs:
@@ -81,78 +77,122 @@ def make_inputs(folder: Path) -> turns.Inputs:
     prepare(images, folder / "shards", seed=0, rows_per_shard=IMAGES)
     config = yaml.safe_load((turns.ROOT / "jobs/configs/digits.yaml").read_text(encoding="utf-8"))
     config |= {"steps": 100_000, "checkpoint": {"every_steps": EVERY_STEPS, "keep": 3}}
-    path = folder / "digits.yaml"
+    path, peers_path = folder / "digits.yaml", folder / "peers.yaml"
     path.write_text(yaml.safe_dump(config), encoding="utf-8")
-    return turns.Inputs(config=path, data=folder / "shards")
+    peers_path.write_text(yaml.safe_dump(config | {"timeout_s": PEERS_TIMEOUT_S}), encoding="utf-8")
+    return turns.Inputs(config=path, peers_config=peers_path, data=folder / "shards")
 
 
-def start_control_plane(folder: Path, address: str) -> None:
-    policy = yaml.safe_load((turns.ROOT / "policy.yaml").read_text(encoding="utf-8"))
-    policy["arbiter"]["state_dir"] = str(folder / "state")
-    policy["health"] |= {"nvml_library": str(folder / "nvml" / fake_nvml.LIBRARY), "state_dir": str(folder / "health")}
-    policy["serving"]["protect"] = False  # nothing is served here
-    path = folder / "policy.yaml"
-    path.write_text(yaml.safe_dump(policy), encoding="utf-8")
-    for line in bring_up(path, address):
-        print(line, flush=True)
+def play(found: Found, inputs: turns.Inputs, cluster: LocalCluster, here: Path, victim: int, faults: list[str]) -> None:
+    """One round: every contender once."""
+
+    def struck(contender: str, fault: str, took_s: float) -> None:
+        print(f"{here.name}, rank {victim}: {fault}: {contender} {took_s:.2f} s", flush=True)
+        found.seconds[fault, contender].append(took_s)
+
+    run_dir = here / "ours"
+    with turns.ours(inputs, run_dir, cluster) as run:
+        for fault in faults:
+            struck("ours", fault, run.strike(fault, victim))
+    found.runs.append(run_dir)
+    turns.revive(cluster)
+    with turns.ray_train(inputs, here / "tuned", cluster, TUNED) as run:
+        for fault in faults:
+            if fault == "controller_kill":
+                found.survived += not run.fails_without_controller()
+            else:
+                struck("tuned", fault, run.strike(fault, victim))
+    turns.revive(cluster)
+    if "rank_kill" in faults:
+        struck("floor", "rank_kill", turns.warm_fork(inputs, run_dir, FLOOR_GENERATION, cluster.client_environment()))
+        with turns.ray_train(inputs, here / "default", cluster, {}) as run:
+            struck("default", "rank_kill", run.strike("rank_kill", victim))
+    for_torchrun = [fault for fault in faults if fault.startswith("rank_")]
+    if for_torchrun:
+        with turns.torchrun(inputs, here / "torchrun", cluster.client_environment(), undisturbed=False) as run:
+            for fault in for_torchrun:
+                struck("torchrun", fault, run.strike(fault, victim))
 
 
-def cluster(base_port: int, environment: Mapping[str, str], nvml: Path | None = None) -> LocalCluster:
-    states = [] if nvml is None else [{fake_nvml.STATE_VARIABLE: str(nvml / f"{node}.state")} for node in NODES]
-    return LocalCluster(
-        ports=Ports(gcs=base_port, dashboard=base_port + 1),
-        gpus_per_node=(GPUS_PER_NODE,) * len(NODES),
-        # Ray keeps an idle worker for each CPU: more of them only cost memory here.
-        head_cpus=2,
-        node_cpus=4,
-        environment={"PYTHONPATH": str(turns.ROOT), "OMP_NUM_THREADS": "1", **environment},
-        node_environment=states,
-    )
+def count_mismatches(inputs: turns.Inputs, here: Path, runs: list[Path], environment: Mapping[str, str]) -> int:
+    """Steps of our runs whose loss is not the one of a run that nothing struck."""
+    done = [pair for run_dir in runs for pair in turns.losses(run_dir)]
+    with turns.torchrun(inputs, here, environment, undisturbed=True) as run:
+        turns.wait_for_step(run, max(step for step, _ in done))
+    undisturbed = dict(turns.losses(here))
+    return sum(undisturbed[step] != loss for step, loss in done)
 
 
-def measure(folder: Path, base_port: int, rounds: int) -> dict[str, list[float]]:
-    """Contender -> seconds in each round, after one round of warm-up."""
+def measure(folder: Path, base_port: int, rounds: int, faults: list[str]) -> Found:
+    """What all turns took after one round of warm-up."""
     inputs = make_inputs(folder)
-    fake_nvml.build(folder / "nvml")
-    for node in NODES:
-        fake_nvml.NvmlState(folder / "nvml" / f"{node}.state", fake_nvml.gpus_of(node, GPUS_PER_NODE))
-    seconds: dict[str, list[float]] = {name: [] for name in CONTENDERS}
-    with (
-        cluster(base_port, {}, folder / "nvml") as plain,
-        cluster(base_port + 2, {"RAY_preload_python_modules": PRELOADED}) as preloaded,
-    ):
-        start_control_plane(folder, plain.address)
-        connect(plain.address)
-        arena = Arena(inputs=inputs, plain=plain.client_environment(), preloaded=preloaded.client_environment())
+    environment = arena.fake_gpus(folder / "nvml", NODES, GPUS_PER_NODE)
+    found = Found()
+    with arena.cluster(base_port, (GPUS_PER_NODE,) * len(NODES), environment) as cluster:
+        # Nothing is served here.
+        arena.start_control_plane(arena.write_policy(folder, serving={"protect": False}), cluster.address)
+        connect(cluster.address)
         try:
             for number in range(rounds + 1):
-                # Each rank has its turn to die: rank 0 is the rendezvous' host, the others are not.
+                # Each rank has its turn: rank 0 is the rendezvous' host, the others are not.
                 victim = (number + 1) % turns.RANKS
-                for name, turn in CONTENDERS.items():
-                    took_s = turn(arena, folder / f"round-{number}", victim)
-                    print(f"round {number or 'warm-up'}, rank {victim}: {name} {took_s:.2f} s", flush=True)
-                    if number:
-                        seconds[name].append(took_s)
+                here = folder / (f"round {number}" if number else "warm-up")
+                play(found, inputs, cluster, here, victim, faults)
+                if number == 0:
+                    found.seconds.clear()
+            found.mismatches = count_mismatches(
+                inputs, folder / "undisturbed", found.runs, cluster.client_environment()
+            )
         finally:
             ray.shutdown()
-    return seconds
+    return found
+
+
+def metrics_of(found: Found) -> dict[str, Metric]:
+    seconds, metrics = found.seconds, {}
+
+    def over(name: str, fault: str, theirs: str, goal: str) -> None:
+        metrics[name] = compared(
+            seconds[fault, "ours"], seconds[fault, theirs], role="peer", ratio="theirs / ours", goal=goal
+        )
+
+    if ("rank_kill", "ours") in seconds:
+        best = min(("default", "tuned"), key=lambda name: statistics.median(seconds["rank_kill", name]))
+        over("rank_kill", "rank_kill", best, ">= 10")
+        over("rank_kill_over_default", "rank_kill", "default", ">= 10")
+        over("rank_kill_over_torchrun", "rank_kill", "torchrun", ">= 1")
+        floor = seconds["rank_kill", "floor"]
+        metrics["rank_kill_over_floor"] = compared(
+            seconds["rank_kill", "ours"], floor, role="limit", ratio="ours / theirs", goal="<= 1.5"
+        )
+    if ("rank_hang", "ours") in seconds:
+        over("rank_hang", "rank_hang", "tuned", ">= 5")
+        over("rank_hang_over_torchrun", "rank_hang", "torchrun", ">= 1")
+    if ("node_kill", "ours") in seconds:
+        over("node_kill", "node_kill", "tuned", ">= 2")
+    if ("controller_kill", "ours") in seconds:
+        note = NO_PEER if not found.survived else f"{NO_PEER}, but for {found.survived} runs"
+        metrics["controller_kill"] = figure(seconds["controller_kill", "ours"], goal="<= 10", note=note)
+    lost = [max(turns.steps_lost(run_dir), default=0) for run_dir in found.runs]
+    metrics["steps_lost"] = figure([float(max(lost))], goal=f"<= {EVERY_STEPS}")
+    metrics["loss_mismatches"] = figure([float(found.mismatches)], goal="<= 0")
+    return metrics
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="after one of warm-up")
-    parser.add_argument("--base-port", type=int, default=7610, help="four ports from here on are used")
+    parser.add_argument("--base-port", type=int, default=7610, help="two ports from here on are used")
+    parser.add_argument(
+        "--fault", action="append", choices=FAULTS, help="only this one (again for more): a try, not kept"
+    )
     arguments = parser.parse_args()
+    faults = [fault for fault in FAULTS if fault in (arguments.fault or FAULTS)]
     with tempfile.TemporaryDirectory(prefix="tidegate-bench-") as folder:
-        seconds = measure(Path(folder), arguments.base_port, arguments.rounds)
-    best = min(PEERS, key=lambda name: statistics.median(seconds[name]))
-    mine = seconds["ours"]
-    metrics = {
-        "rank_kill": compared(mine, seconds[best], role="peer", ratio="theirs / ours", goal=">= 5"),
-        "rank_kill_over_default": compared(mine, seconds["default"], role="peer", ratio="theirs / ours", goal=">= 5"),
-        "rank_kill_over_floor": compared(mine, seconds["floor"], role="limit", ratio="ours / theirs", goal="<= 2.0"),
-    }
-    publish("fault_to_step", metrics, rounds=arguments.rounds, packages=("tidegate", "ray", "torch", "diffusers"))
+        found = measure(Path(folder), arguments.base_port, arguments.rounds, faults)
+        metrics = metrics_of(found)
+    packages = ("tidegate", "ray", "torch", "diffusers")
+    publish("fault_to_step", metrics, rounds=arguments.rounds, packages=packages, whole=faults == list(FAULTS))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Run benchmarks: those named, or all of them and then a table.
+"""Run benchmarks: those named, or all of them and then a table. The last line printed is one JSON object: the result,
+or, of several, each result by its name.
 
 python benchmarks/run.py fault_to_step
 python benchmarks/run.py --rounds 1        # a smoke test of each
@@ -7,11 +8,13 @@ python benchmarks/run.py --rounds 1        # a smoke test of each
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 
@@ -21,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.contract import Result  # noqa: E402
 
-NAMES = ("fault_to_step",)
+NAMES = ("decide", "flip", "fault_to_step")
 
 
 def run(name: str, options: Sequence[str]) -> Result:
@@ -55,6 +58,15 @@ def table(results: Sequence[Result]) -> Table:
     return shown
 
 
+def notes(results: Sequence[Result]) -> list[str]:
+    return [
+        f"{result.name} {name}: {metric.note}"
+        for result in results
+        for name, metric in result.metrics.items()
+        if metric.note is not None
+    ]
+
+
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.3g}"
 
@@ -67,13 +79,19 @@ def main() -> None:
     unknown = sorted(set(arguments.names) - set(NAMES))
     if unknown:
         parser.error(f"no benchmark {', '.join(unknown)}; known: {', '.join(NAMES)}")
+    names = arguments.names or list(NAMES)
     options = [] if arguments.rounds is None else ["--rounds", str(arguments.rounds)]
-    try:
-        results = [run(name, options) for name in arguments.names or NAMES]
-    except subprocess.CalledProcessError as error:
-        sys.exit(f"error: {error}")
-    if not arguments.names:
-        Console().print(table(results))
+    results, failed = [], []
+    for name in names:
+        try:
+            results.append(run(name, options))
+        except (subprocess.CalledProcessError, ValidationError) as error:
+            failed.append(f"{name}: {error}")
+    if len(names) > 1:
+        Console().print(table(results), *notes(results), sep="\n")
+        print(json.dumps({result.name: result.model_dump(mode="json") for result in results}), flush=True)
+    if failed:
+        sys.exit("\n".join(f"error: {line}" for line in failed))
 
 
 if __name__ == "__main__":

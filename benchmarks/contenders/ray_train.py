@@ -14,16 +14,13 @@ from typing import Any
 
 import ray
 import ray.train
+from benchmarks.contenders import peer_rank
 from ray.train import FailureConfig, ScalingConfig
 from ray.train.backend import Backend
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from tidegate.checkpoint.manifest import parse_name
 from tidegate.spec.load import load_model
 from tidegate.train.config import RunConfig
-
-PIDS = "pids"
-"""Folder in the run's directory: a file `GENERATION-RANK` for each worker, holding its process id."""
 
 
 class MeetingPoint(Backend):
@@ -56,19 +53,11 @@ def set_environment(**values: str) -> None:
 
 def train(settings: dict[str, Any]) -> None:
     """Ray Train's `train_loop_per_worker`: one rank."""
-    from tidegate.train.loop import run
-    from tidegate.train.progress import NullProgress
-
     context = ray.train.get_context()
-    rank, run_dir = context.get_world_rank(), Path(settings["run_dir"])
+    rank = context.get_world_rank()
     set_environment(RANK=str(rank), WORLD_SIZE=str(context.get_world_size()), LOCAL_RANK=str(context.get_local_rank()))
-    # Nobody counts restarts here. The newest checkpoint's generation is older than ours, and the same for all ranks:
-    # none is written before they have met.
-    names = [parse_name(path.name) for path in (run_dir / "checkpoints").glob("*")]
-    generation = 1 + max((name[1] for name in names if name is not None), default=0)
-    (run_dir / PIDS).mkdir(parents=True, exist_ok=True)
-    (run_dir / PIDS / f"{generation}-{rank}").write_text(str(os.getpid()), encoding="utf-8")
-    run(settings["config"], Path(settings["data"]), run_dir, NullProgress(), generation=generation)
+    node = ray.get_runtime_context().get_node_id()
+    peer_rank.train(settings["config"], Path(settings["data"]), Path(settings["run_dir"]), rank, node)
 
 
 def main() -> None:

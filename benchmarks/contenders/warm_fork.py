@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 
 from tidegate.gang import beat
+from tidegate.gang.plan import Plan, Slot
 from tidegate.gang.rank import PRELOAD, RankJob, rank_main
-from tidegate.gang.states import Plan, Slot
 from tidegate.ids import Generation, GpuId, NodeId
 from tidegate.spec.load import load_model
 from tidegate.train.config import RunConfig

@@ -1,0 +1,130 @@
+"""Serve applications for the flip: ours with its own gateway, router and pools, and a plain one as the peer has it.
+
+Both have the same light engine: one request at a time, each takes a set number of seconds, no torch.
+"""
+
+# No `from __future__ import annotations` here: Serve reads the builders' annotations to check the arguments.
+
+import asyncio
+import base64
+import io
+from pathlib import Path
+
+import ray
+from PIL import Image
+from pydantic import BaseModel, ConfigDict
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
+from serve_apps.images import gpu_nodes
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from tidegate.ids import pool_name
+from tidegate.serve.admission import Limits
+from tidegate.serve.gateway import Gateway
+from tidegate.serve.replica import MAX_ONGOING
+from tidegate.serve.work import ImageJob, Made, Size
+from tidegate.spec.load import load_policy
+
+MODEL = "light"
+SIDE = 8
+
+
+class LightEngine:
+    """What a GPU is in this benchmark: busy with one picture for `service_s`."""
+
+    def __init__(self, service_s: float) -> None:
+        self._service_s = service_s
+        self._working = asyncio.Lock()
+        out = io.BytesIO()
+        Image.new("L", (SIDE, SIDE)).save(out, "PNG")
+        self.png = out.getvalue()
+
+    async def work(self) -> None:
+        async with self._working:
+            await asyncio.sleep(self._service_s)
+
+
+# --- ours -------------------------------------------------------------------------------------------------------
+
+
+@serve.deployment(max_ongoing_requests=MAX_ONGOING)
+class LightReplica:
+    """Stands where `ImagesReplica` does in the images application."""
+
+    def __init__(self, service_s: float) -> None:
+        self._engine = LightEngine(service_s)
+        self._service_s = service_s
+
+    async def make(self, job: ImageJob) -> Made:
+        await self._engine.work()
+        return Made(pngs=(self._engine.png,) * job.images, seed=job.seed, compute_s=self._service_s)
+
+
+class ImagesArgs(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    policy: str
+    nodes: list[str]
+    """Ray ids of those that get a pool."""
+    service_s: float
+
+
+def images(args: ImagesArgs) -> serve.Application:
+    """As `serve_apps.images:build`, but for the engine."""
+    policy = load_policy(Path(args.policy))
+    pools = {
+        pool_name(node): LightReplica.options(
+            name=pool_name(node),
+            num_replicas=1,
+            ray_actor_options={"num_cpus": 0, "num_gpus": 1, "label_selector": {"ray.io/node-id": node}},
+            request_router_config=RequestRouterConfig(
+                request_router_class="tidegate.serve.router:SpillRouter",
+                request_router_kwargs={"pool": pool_name(node)},
+            ),
+            graceful_shutdown_wait_loop_s=0.1,
+            graceful_shutdown_timeout_s=policy.serving.drain_deadline_s,
+        ).bind(args.service_s)
+        for node in gpu_nodes(ray.nodes(), args.nodes)
+    }
+    gateway = Gateway.options(ray_actor_options={"num_cpus": 0}, graceful_shutdown_wait_loop_s=0.1)
+    return gateway.bind(policy, Limits(model=MODEL, sizes=(Size(SIDE, SIDE),)), pools)
+
+
+# --- the peer ---------------------------------------------------------------------------------------------------
+
+
+@serve.deployment(max_ongoing_requests=MAX_ONGOING)
+class Worker:
+    def __init__(self, service_s: float) -> None:
+        self._engine = LightEngine(service_s)
+
+    async def make(self) -> bytes:
+        await self._engine.work()
+        return self._engine.png
+
+
+@serve.deployment(max_ongoing_requests=10_000)
+class Door:
+    """An ingress on CPU, as Serve's documentation has it, so that no GPU replica waits for HTTP connections."""
+
+    def __init__(self, workers: DeploymentHandle) -> None:
+        self._workers = workers.options(method_name="make")
+
+    async def __call__(self, request: Request) -> JSONResponse:
+        png: bytes = await self._workers.remote()
+        return JSONResponse({"data": [{"b64_json": base64.b64encode(png).decode("ascii")}]})
+
+
+class PeerArgs(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    resource: str
+    """What a replica takes one of. Not a GPU, so that the arbiter leaves these alone."""
+    service_s: float
+
+
+def peer(args: PeerArgs) -> serve.Application:
+    workers = Worker.options(ray_actor_options={"num_cpus": 0, "resources": {args.resource: 1}})
+    return Door.options(ray_actor_options={"num_cpus": 0}).bind(workers.bind(args.service_s))
