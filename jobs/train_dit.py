@@ -24,6 +24,12 @@ parser.add_argument("--run-dir", type=Path, required=True, help="checkpoints, me
 parser.add_argument("--gpus", type=int, required=True, help="GPUs to train on")
 parser.add_argument("--min-gpus", type=int, help="go on with as few as this when GPUs are evicted (default: half)")
 parser.add_argument("--claim-class", default="pretrain", help="a class of policy.yaml (default: %(default)s)")
+parser.add_argument("--order", type=int, default=0, help="inside its class the higher goes first (default: 0)")
+parser.add_argument("--gpus-per-node", type=int, help="so many of each node (default: whatever each gives)")
+parser.add_argument("--one-domain", action="store_true", help="all nodes in one network domain (label tidegate/domain)")
+parser.add_argument("--deadline-s", type=float, help="give up when it isn't granted so long after its turn came")
+parser.add_argument("--drain-deadline-s", type=float, help="cut off requests on its GPUs that take longer than this")
+parser.add_argument("--patience-s", type=float, help="give up when its turn has not come after so long")
 arguments = parser.parse_args()
 
 # --- settings ---------------------------------------------------------------------------------------------------
@@ -45,6 +51,12 @@ try:
         min_gpus=arguments.min_gpus or (arguments.gpus + 1) // 2,
         claim_class=arguments.claim_class,
         say=lambda line: print(line, flush=True),
+        order=arguments.order,
+        gpus_per_node=arguments.gpus_per_node,
+        one_domain=arguments.one_domain,
+        deadline_s=arguments.deadline_s,
+        drain_deadline_s=arguments.drain_deadline_s,
+        patience_s=arguments.patience_s,
     )
 except TidegateError as error:
     sys.exit(f"error: {error}")

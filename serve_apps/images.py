@@ -1,6 +1,6 @@
 """The images application: one pool of GPU replicas for each node that has GPUs, and the gateway before them.
 
-serve deploy serve_apps/images.yaml
+tidegate up --app serve_apps/images.yaml     # or: serve deploy serve_apps/images.yaml
 """
 
 from pathlib import Path
@@ -31,6 +31,11 @@ class ImagesArgs(BaseModel):
     """The name that clients ask for."""
     policy: str = "policy.yaml"
     gateways: int = Field(default=1, ge=1)
+    gateway_labels: dict[str, str] = Field(default_factory=dict)
+    """Node labels, as in Ray's label selectors: where gateways may run. Empty = anywhere. A gateway's own requests die
+    with its node, so keep them off machines that are likely to be lost."""
+    nodes: list[str] | None = None
+    """Ray ids of the nodes that get a pool; none = those that live now. `tidegate up --redeploy` fills it in."""
     threads_per_replica: int = Field(default=1, ge=1)
 
 
@@ -49,21 +54,25 @@ def build(args: ImagesArgs) -> serve.Application:
             graceful_shutdown_wait_loop_s=0.1,
             graceful_shutdown_timeout_s=policy.serving.drain_deadline_s,
         ).bind(policy.serving.app, args.weights, args.threads_per_replica, 2 * policy.serving.request_deadline_s)
-        for node in gpu_nodes(ray.nodes())
+        for node in gpu_nodes(ray.nodes(), args.nodes)
     }
     limits = Limits(model=args.model, sizes=(Size(recipe.image.width, recipe.image.height),))
     gateway = Gateway.options(
         num_replicas=args.gateways,
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options={"num_cpus": 0, "label_selector": args.gateway_labels},
         graceful_shutdown_wait_loop_s=0.1,
         graceful_shutdown_timeout_s=policy.serving.request_deadline_s,
     )
     return gateway.bind(policy, limits, pools)
 
 
-def gpu_nodes(nodes: list[dict[str, Any]]) -> list[NodeId]:
-    """The live ones with a GPU, from what `ray.nodes()` says."""
-    found = sorted(NodeId(node["NodeID"]) for node in nodes if node["Alive"] and node["Resources"].get("GPU", 0) >= 1)
+def gpu_nodes(nodes: list[dict[str, Any]], wanted: list[str] | None = None) -> list[NodeId]:
+    """The live ones with a GPU, from what `ray.nodes()` says; of these the wanted ones, if any are named."""
+    found = sorted(
+        NodeId(node["NodeID"])
+        for node in nodes
+        if node["Alive"] and node["Resources"].get("GPU", 0) >= 1 and (wanted is None or node["NodeID"] in wanted)
+    )
     if not found:
         raise RuntimeError("no live node has a GPU\nhint: `ray start --num-gpus=N` on one, then deploy again")
     return found

@@ -54,6 +54,17 @@ class RunExistsError(TidegateError):
         )
 
 
+class RunRefusedError(TidegateError):
+    """The run's settings and the policy's contradict each other."""
+
+    def __init__(self, run: str, why: str) -> None:
+        super().__init__(run, why)
+        self.run, self.why = run, why
+
+    def __str__(self) -> str:
+        return f"run {self.run} is refused: {self.why}\nhint: change either of the two"
+
+
 class UnknownSubjectError(TidegateError):
     """A person named a claim, node or GPU that is not there, or not exactly one."""
 
@@ -85,6 +96,20 @@ class NoArbiterError(TidegateError):
 
     def __str__(self) -> str:
         return f"no arbiter answers: {self.detail}\nhint: start it with `tidegate up`"
+
+
+class NoRecordsError(TidegateError):
+    """The arbiter's files are not where they were looked for, or say nothing of that time."""
+
+    def __init__(self, folder: str, detail: str) -> None:
+        super().__init__(folder, detail)
+        self.folder, self.detail = folder, detail
+
+    def __str__(self) -> str:
+        return (
+            f"{self.detail} in {self.folder}\n"
+            "hint: the files lie on the head node (`arbiter.state_dir` in policy.yaml); name a copy with --state-dir"
+        )
 
 
 class CheckpointError(TidegateError):

@@ -1,6 +1,7 @@
 """Names for things, as types: a node id can't be passed where a GPU's is meant."""
 
 from enum import StrEnum
+from functools import cache
 from typing import NewType
 
 NodeId = NewType("NodeId", str)
@@ -29,6 +30,7 @@ class Tier(StrEnum):
     NONE = "none"
 
 
+@cache
 def pool_name(node: NodeId) -> PoolName:
     """The Serve deployment that holds the replicas of `node`."""
     return PoolName(f"pool-{node[:12]}")

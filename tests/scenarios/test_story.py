@@ -15,6 +15,7 @@ import pytest
 import ray.util
 from PIL import Image
 
+from tidegate.cli.report import read_report
 from tidegate.testing.local_cluster import MARKER
 from waiting import wait_until
 
@@ -104,6 +105,9 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         seen["why"] = demo.ask("why", "digits", "--json")
         seen["why_nothing"] = demo.ask("why", "nonsense")
         seen["publish_nothing"] = demo.ask("publish", str(folder))
+        seen["claims"] = demo.ask("claims", "--json")
+        seen["nodes"] = demo.ask("nodes", "--json")
+        seen["watch"] = demo.ask("watch", "--once")
         seen["exit"] = demo.process.wait(timeout=600)
     finally:
         demo.end()
@@ -172,6 +176,34 @@ def test_why_tells_the_claims_story(seen: dict[str, Any]) -> None:
     assert story == ["proving", "draining", "granted", "running"]
     assert seen["why_nothing"].returncode == 1
     assert "tidegate status" in seen["why_nothing"].stdout
+
+
+def test_claims_and_nodes_real_and_virtual(seen: dict[str, Any]) -> None:
+    (claim,) = json.loads(seen["claims"].stdout)
+    assert (claim["claim"], len(claim["gpus"])) == ("digits", 6)
+    assert claim["spill_usd_per_hour"] > 0, "a client asks all the time, and its pictures cost money elsewhere"
+    nodes = json.loads(seen["nodes"].stdout)
+    assert {gpu["tenant"] for node in nodes["nodes"] for gpu in node["gpus"]} == {"digits"}
+    (provider,) = nodes["virtual_nodes"]
+    assert provider["state"] == "open"
+    assert provider["spent_usd"] > 0
+
+
+def test_watch_once(seen: dict[str, Any]) -> None:
+    assert seen["watch"].returncode == 0, seen["watch"].stderr
+    assert "digits" in seen["watch"].stdout
+    assert "spent on overflow" in seen["watch"].stdout
+
+
+def test_the_report_is_there_after_the_end(seen: dict[str, Any]) -> None:
+    state = seen["folder"] / "stage" / "state"
+    found = read_report(state, "digits", run_dir=seen["folder"] / "stage" / "run")
+    assert sum(round(owner["percent"] * 10) for owner in found["owners"].values()) == 1000
+    assert found["spill"]["gpu_hours_won"] > 0
+    assert found["gang"]["generations"] >= 3
+    whole = read_report(state, None)
+    assert whole["requests"]["failed"] == 0
+    assert whole["spill"]["usd"] >= found["spill"]["usd"] > 0
 
 
 def test_publishing_no_export_is_refused(seen: dict[str, Any]) -> None:

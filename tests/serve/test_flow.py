@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from stand_in import StandIn
 
-from tidegate.arbiter.messages import Orders, Spillway
+from tidegate.arbiter.messages import Orders, OverBudget, Spillway
 from tidegate.clock import SystemClock
 from tidegate.ids import GatewayId, Generation, PoolName, ProviderName, RequestId
 from tidegate.serve.api import ApiError
@@ -190,6 +190,54 @@ def test_no_more_than_the_allowance(street: Street) -> None:
         assert house.pools.ongoing_max == 6
 
     street.run(story, Pools(replicas=3))
+
+
+def test_over_budget_what_would_be_bought_is_refused_and_told_when_to_come_back(
+    street: Street, stand_in: StandIn
+) -> None:
+    async def story(house: House) -> None:
+        until_s = SystemClock().now_s() + 90
+        house.order(Spillway.OPEN)
+        assert (await house.ask("paid")).backend == "provider/stand-in"
+        house.backends.follow(
+            replace(
+                house.backends.orders,
+                generation=Generation(house.backends.orders.generation + 1),
+                over_budget=OverBudget(reason="the hour's spill budget of $0.01 is spent", until_s=until_s),
+            )
+        )
+        with pytest.raises(ApiError) as refused:
+            await house.ask("unpaid")
+        assert (refused.value.status, refused.value.code) == (429, "over_budget")
+        assert "spill budget" in refused.value.message
+        assert 85 < int(refused.value.headers()["retry-after"]) <= 90
+        house.pools.replicas = 1
+        assert (await house.ask("at home")).backend == "local/a"
+
+    before = stand_in.stats()["answered"]
+    totals = street.run(story, Pools(replicas=0), stand_in.spec()).totals()
+    assert stand_in.stats()["answered"] == before + 1
+    assert totals["price_usd"] == pytest.approx(0.01)
+
+
+def test_what_was_spent_and_made_is_told(street: Street, stand_in: StandIn) -> None:
+    """Canaries cost money too."""
+
+    async def story(house: House) -> None:
+        await house.ask("here")
+        house.pools.replicas = 0
+        house.order(Spillway.OPEN)
+        await house.ask("there")
+        await house.flow.canary("claim-1", JOB)
+        await house.flow.canary("claim-1", JOB)
+        assert house.flow.spent_usd() == pytest.approx(0.03)
+        assert house.flow.spent_usd(ProviderName("stand-in")) == pytest.approx(0.03)
+        assert house.flow.spent_usd(ProviderName("other")) == 0.0
+        made = house.flow.demand.rate(SystemClock().now_s())
+        assert made.images_per_s == pytest.approx(1.0)
+        assert made.busy_replicas == pytest.approx(0.01)
+
+    assert street.run(story, Pools(), stand_in.spec()).totals()["price_usd"] == pytest.approx(0.03)
 
 
 def test_first_come_first_served(street: Street) -> None:

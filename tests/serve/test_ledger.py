@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,36 @@ def test_totals_over_two_gateways(tmp_path: Path) -> None:
     assert (rows["c"].outcome, rows["c"].reason) == ("refused", "'n': must be 1 to 10, got 11")
     assert (rows["d"].outcome, rows["d"].ended_at_s) == (None, None)
     assert (rows["e"].gateway, rows["a"].gateway) == ("two", "one")
+
+
+def test_a_gateway_that_comes_back_goes_on_with_its_sums(tmp_path: Path) -> None:
+    for _ in range(2):
+        ledger = Ledger(tmp_path, GatewayId("one"))
+        before = ledger.spent_usd()
+        ledger.attempt(attempt(f"a{before}", 1, "provider/p", AttemptOutcome.ANSWERED, price_usd=0.25))
+        ledger.attempt(attempt(f"a{before}", 2, "provider/q", AttemptOutcome.LOST, price_usd=0.5))
+        ledger.attempt(attempt(f"a{before}", 3, "local/a", AttemptOutcome.ANSWERED, compute_s=1.0))
+        assert ledger.spent_usd() == before + 0.75
+        ledger.close()
+    again = Ledger(tmp_path, GatewayId("one"))
+    assert (again.spent_usd(), again.spent_usd("provider/q"), again.spent_usd("local/a")) == (1.5, 1.0, 0.0)
+    again.close()
+    other = Ledger(tmp_path, GatewayId("two"))
+    assert other.spent_usd() == 0.0
+    other.close()
+
+
+def test_totals_between_two_times(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path, GatewayId("one"))
+    for at_s in (1.0, 2.0, 3.0):
+        ledger.accept(RequestId(f"r{at_s}"), at_s)
+        paid = replace(attempt(f"r{at_s}", 1, "provider/p", AttemptOutcome.ANSWERED, price_usd=at_s), started_at_s=at_s)
+        ledger.attempt(paid)
+        ledger.end(RequestId(f"r{at_s}"), at_s + 9, Outcome.ANSWERED, backend="provider/p", images=1)
+    ledger.close()
+    some = read_totals(tmp_path, since_s=2.0, until_s=3.0)
+    assert (some["sent"], some["spilled"], some["attempts"], some["price_usd"]) == (1, 1, 1, 2.0)
+    assert read_totals(tmp_path)["price_usd"] == 6.0
 
 
 def test_a_request_ends_once(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidegate.arbiter.messages import Spillway
+from tidegate.arbiter.messages import OverBudget, Spillway
 from tidegate.ids import PoolName, ProviderName
 from tidegate.serve.routing import (
     PoolView,
@@ -26,6 +26,9 @@ from tidegate.serve.routing import (
 from tidegate.serve.work import Size
 
 NOW = 1000.0
+NEXT_HOUR_S = NOW + 600
+NO_MONEY = OverBudget(reason="the hour's spill budget is spent", until_s=NEXT_HOUR_S)
+REFUSED = Reject(NO_MONEY.reason, NEXT_HOUR_S - NOW, over_budget=True)
 SMALL = Size(8, 8)
 
 
@@ -56,6 +59,11 @@ def view(*places: PoolView | ProviderView, spillway: Spillway = Spillway.CLOSED)
     pools = tuple(place for place in places if isinstance(place, PoolView))
     providers = tuple(place for place in places if isinstance(place, ProviderView))
     return View(pools=pools, providers=providers, spillway=spillway)
+
+
+def broke(*places: PoolView | ProviderView) -> View:
+    """Spillway open, purse empty."""
+    return replace(view(*places, spillway=Spillway.OPEN), over_budget=NO_MONEY)
 
 
 def request(*, patience_s: float = 10.0, deadline_s: float = 30.0, **more: object) -> RouteRequest:
@@ -127,6 +135,26 @@ TABLE: dict[str, tuple[RouteRequest, View, Step]] = {
         Reject("no replica and no provider took it before its deadline", 4.0),
     ),
     "nobody there": (request(), view(), Reject("nothing here can make it", 1.0)),
+    "over budget: a free local slot is free": (request(), broke(pool(free=1), provider()), TO_A),
+    "over budget, open: a busy replica is waited for": (request(), broke(pool(), provider()), Wait(NOW + 10)),
+    "over budget, patience is over": (request(patience_s=-1), broke(pool(), provider()), REFUSED),
+    "over budget, no replica is left": (request(), broke(pool(replicas=0), provider()), REFUSED),
+    "over budget: what costs nothing is used": (request(), broke(pool(replicas=0), provider(price=0)), TO_P),
+    "over budget: what costs nothing is waited for": (
+        request(),
+        broke(pool(replicas=0), provider(price=0, rests_s=4), provider("q")),
+        Wait(NOW + 4),
+    ),
+    "over budget: what may not leave waits as ever": (
+        request(local_only=True),
+        broke(pool(), provider()),
+        Wait(NOW + 10),
+    ),
+    "over budget, closed: patience first": (
+        request(),
+        replace(broke(pool(replicas=0), provider()), spillway=Spillway.CLOSED),
+        Wait(NOW + 10),
+    ),
 }
 
 
@@ -175,6 +203,7 @@ views_st = st.builds(
     pools=pools_st.map(tuple),
     providers=providers_st.map(tuple),
     spillway=st.sampled_from(Spillway),
+    over_budget=st.none() | st.just(NO_MONEY),
 )
 requests_st = st.builds(
     RouteRequest,
@@ -208,11 +237,13 @@ def test_every_step_is_allowed(asked: RouteRequest, seen: View, ahead: int) -> N
             assert taken.resting_until_s <= NOW
             assert "m" in taken.models
             assert taken.sizes is None or SMALL in taken.sizes
+            assert seen.over_budget is None or taken.price_per_image_usd == 0
             assert not any(p.replicas and p.free_slots and p.pool not in asked.excluded_pools for p in seen.pools)
         case Wait(until_s):
             assert NOW < until_s <= asked.deadline_s
-        case Reject(_, retry_after_s):
+        case Reject(_, retry_after_s, over_budget):
             assert retry_after_s >= 1
+            assert not over_budget or seen.over_budget is not None
 
 
 @given(requests_st, views_st)
@@ -220,7 +251,7 @@ def test_spills_before_it_fails(asked: RouteRequest, seen: View) -> None:
     """Once patience is over and a capable provider stands ready, a request neither waits nor fails."""
     late = replace(asked, patience_until_s=NOW, deadline_s=NOW + 1, local_only=False, bought=False)
     ready = replace(provider("ready", price=9.0), resting_until_s=0.0)
-    step = pick(late, replace(seen, providers=(*seen.providers, ready)), NOW)
+    step = pick(late, replace(seen, providers=(*seen.providers, ready), over_budget=None), NOW)
     assert isinstance(step, ToLocal | ToProvider)
 
 

@@ -118,6 +118,13 @@ class Room:
         controller = ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
         ray.get(controller.update_deployment_replicas.remote(DeploymentID(self.pool, APP), replicas))
 
+    def replica_states(self) -> dict[str, str]:
+        """The pool's replicas as Serve's controller lists them, pending ones too."""
+        controller = ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
+        details = ray.get(controller.get_serve_instance_details.remote())
+        replicas = details["applications"][APP]["deployments"][self.pool]["replicas"]
+        return {row["replica_id"]: str(getattr(row["state"], "value", row["state"])) for row in replicas}
+
     def running(self) -> int:
         return sum(load.replicas for load in self.gateway().pools)
 
@@ -237,7 +244,7 @@ def test_errors_have_openais_shape(room: Room) -> None:
 
 
 def test_pools_to_zero_under_load_and_back(room: Room) -> None:
-    """No request fails on the way down, at zero, or on the way up."""
+    """C003: no request fails on the way down, at zero, or on the way up; the last test holds the books to it."""
     room.order(Spillway.CLOSED)
     with room.load() as places:
         wait_until(lambda: places["local"] >= 10, 60, "local answers")
@@ -253,6 +260,21 @@ def test_pools_to_zero_under_load_and_back(room: Room) -> None:
         assert places["local"] == at_zero  # running, yet not allowed: traffic comes home when it is told to
         room.order(Spillway.CLOSED)
         wait_until(lambda: places["local"] >= at_zero + 10, 60, "local answers again")
+
+
+def test_an_upscale_taken_back_cancels_what_has_not_started(room: Room) -> None:
+    """C001, C013: pending replicas leave at once (not after their grace of 5 s), those that serve keep serving."""
+    room.order(Spillway.CLOSED)
+    room.wait_running(2)
+    before = room.replica_states()
+    with room.load() as places:
+        room.scale(4)
+        wait_until(lambda: len(room.replica_states()) == 4, 20, "two more replicas, for which there is no GPU")
+        room.scale(2)
+        wait_until(lambda: room.replica_states() == before, 3, "the pending replicas to be gone, and no other")
+        after = places["local"]
+        wait_until(lambda: places["local"] >= after + 10, 60, "local answers")
+        assert places["provider"] == 0
 
 
 def test_a_dying_replica_costs_no_request(room: Room) -> None:

@@ -15,14 +15,14 @@ from tidegate.errors import NoArbiterError
 T = TypeVar("T")
 
 
-def connect(address: str) -> None:
-    """Join the Ray cluster as a driver.
+def connect(address: str) -> str:
+    """Join the Ray cluster as a driver; the address of its dashboard, empty where it has none.
 
     Raises:
         NoArbiterError: there is no cluster at `address`.
     """
     try:
-        ray.init(
+        context = ray.init(
             address=address,
             namespace=NAMESPACE,
             log_to_driver=False,
@@ -31,6 +31,7 @@ def connect(address: str) -> None:
         )
     except ConnectionError as error:
         raise NoArbiterError(f"no Ray cluster at {address}: {error}") from None
+    return f"http://{context.dashboard_url}" if context.dashboard_url else ""
 
 
 def ask(address: str, question: Callable[[ArbiterClient], Coroutine[Any, Any, T]]) -> T:

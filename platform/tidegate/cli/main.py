@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
-from typing import Annotated, ParamSpec, TypeVar
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from tidegate.errors import TidegateError
+from tidegate.cli.look import look
+from tidegate.cli.options import Address, Json, says_errors
 from tidegate.ids import Tier
 
 app = typer.Typer(
@@ -25,7 +24,8 @@ app = typer.Typer(
 A training claim takes serving's GPUs; the overflow goes to outside providers and no request fails; when training ends,
 replicas come home in steps.
 
-**Start:** `ray start` the cluster, then `tidegate up --policy policy.yaml` and `serve deploy serve_apps/images.yaml`.
+**Start:** `tidegate up --head --app serve_apps/images.yaml`, and on each GPU machine `tidegate up --join HEAD:6379`;
+on a Ray cluster that runs already, `tidegate up --app serve_apps/images.yaml`.
 
 **Train:** `ray job submit -- python jobs/train_dit.py --config jobs/configs/digits.yaml --data … --run-dir … --gpus 6`
 
@@ -33,44 +33,70 @@ replicas come home in steps.
 """,
 )
 
-Address = Annotated[
-    str, typer.Option("--address", envvar="RAY_ADDRESS", help="The Ray cluster, host:port; `auto` finds one here.")
-]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object for a script.")]
+app.add_typer(look)
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def _says_errors(command: Callable[P, T]) -> Callable[P, T]:
-    """An error of ours is a sentence on stderr and exit code 1, not a traceback."""
-
-    @wraps(command)
-    def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return command(*args, **kwargs)
-        except TidegateError as error:
-            Console(stderr=True, highlight=False, soft_wrap=True, markup=False).print(f"error: {error}")
-            raise typer.Exit(1) from None
-
-    return run
+PolicyFile = Annotated[Path, typer.Option("--policy", help="The operator's settings.")]
 
 
 @app.command()
-@_says_errors
+@says_errors
 def up(
-    policy: Annotated[Path, typer.Option("--policy", help="The operator's settings.")] = Path("policy.yaml"),
+    policy: PolicyFile = Path("policy.yaml"),
     address: Address = "auto",
+    head: Annotated[bool, typer.Option("--head", help="Start the cluster's head on this machine first.")] = False,
+    join: Annotated[str, typer.Option(metavar="HOST:PORT", help="Only join the cluster of this head, as a node.")] = "",
+    label: Annotated[list[str], typer.Option(metavar="KEY=VALUE", help="With --join: a label of this node.")] = [],  # noqa: B006
+    gpus: Annotated[
+        int | None, typer.Option(min=0, help="With --join: GPUs to offer; Ray counts if not given.")
+    ] = None,
+    app_files: Annotated[list[Path], typer.Option("--app", help="Deploy this Serve file and wait until it runs.")] = [],  # noqa: B006
+    redeploy: Annotated[
+        bool, typer.Option("--redeploy", help="With --app: pools for nodes that joined since.")
+    ] = False,
+    apply: Annotated[bool, typer.Option("--apply", help="Start the control plane anew with changed settings.")] = False,
 ) -> None:
-    """Start the arbiter and the health agents on a running Ray cluster. Run it again at any time: it only adds."""
-    from tidegate.cli.up import bring_up
+    """Start what does not run yet: Ray here (--head, --join), arbiter and health agents, Serve applications (--app).
 
-    for line in bring_up(policy, address):
+    Without --head and --join it works on the running Ray cluster at --address. Run it again at any time: it only adds.
+    """
+    from tidegate.cli.up import bring_up, join_here, own_head, start_head_here
+
+    if head and join:
+        raise typer.BadParameter("a machine is started as the head or joins one: give --head or --join")
+    if not join and (label or gpus is not None):
+        raise typer.BadParameter("--label and --gpus are a joining node's: give --join HOST:PORT too")
+    if join and (app_files or apply):
+        raise typer.BadParameter("--app and --apply are for the cluster, not for a node that joins")
+    if join:
+        for line in join_here(policy, join, label, gpus):
+            typer.echo(line)
+        return
+    if head:
+        for line in start_head_here(policy):
+            typer.echo(line)
+        address = own_head(policy)
+    for line in bring_up(policy, address, apps=app_files, apply=apply, redeploy=redeploy):
         typer.echo(line)
 
 
 @app.command()
-@_says_errors
+@says_errors
+def down(
+    policy: PolicyFile = Path("policy.yaml"),
+    address: Address = "auto",
+    apps: Annotated[
+        bool, typer.Option("--apps", help="Leave Ray running: take our actors and app off --address.")
+    ] = False,
+) -> None:
+    """Stop what `tidegate up` started on this machine; other people's Ray is never touched."""
+    from tidegate.cli.up import stop_here, take_down
+
+    for line in take_down(policy, address) if apps else stop_here(policy):
+        typer.echo(line)
+
+
+@app.command()
+@says_errors
 def status(address: Address = "auto", as_json: Json = False) -> None:
     """Who holds which GPU, what waits and why, where requests go."""
     from tidegate.cli.connect import ask
@@ -85,13 +111,15 @@ def status(address: Address = "auto", as_json: Json = False) -> None:
 
 
 @app.command()
-@_says_errors
+@says_errors
 def why(
-    subject: Annotated[str, typer.Argument(help="A claim, node, GPU, pool, or the first six characters of its id.")],
+    subject: Annotated[
+        str, typer.Argument(help="A claim, node, GPU, pool, replica or rule: its name, or six characters of it.")
+    ],
     address: Address = "auto",
     as_json: Json = False,
 ) -> None:
-    """What was decided about a claim, node, GPU or pool, and why: the journal's lines on it."""
+    """What was decided about a claim, node, GPU, pool or replica, and why: the journal's lines on it."""
     from tidegate.cli.connect import ask
     from tidegate.cli.why import journal_rows, show_journal
 
@@ -106,12 +134,14 @@ def why(
 
 
 @app.command()
-@_says_errors
+@says_errors
 def claim(
     gpus: Annotated[int, typer.Option(help="GPUs at most.")],
     min_gpus: Annotated[int | None, typer.Option(help="GPUs at least; all of them if not given.")] = None,
     claim_class: Annotated[str, typer.Option("--class", help="A class of policy.yaml.")] = "pretrain",
     order: Annotated[int, typer.Option(help="Inside a class the higher goes first.")] = 0,
+    gpus_per_node: Annotated[int | None, typer.Option(min=1, help="So many from each node.")] = None,
+    one_domain: Annotated[bool, typer.Option("--one-domain", help="All nodes in one network domain.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Needed: claims are filed by jobs.")] = False,
     address: Address = "auto",
     as_json: Json = False,
@@ -121,6 +151,7 @@ def claim(
 
     from tidegate.arbiter.messages import ClaimSpec
     from tidegate.cli.connect import ask
+    from tidegate.cli.tables import money_per_hour
 
     if not dry_run:
         raise typer.BadParameter(
@@ -133,6 +164,8 @@ def claim(
         max_gpus=gpus,
         min_gpus=gpus if min_gpus is None else min_gpus,
         owner="tidegate claim",
+        gpus_per_node=gpus_per_node,
+        one_domain=one_domain,
     )
     found = ask(address, lambda arbiter: arbiter.forecast(spec))
     if as_json:
@@ -143,10 +176,13 @@ def claim(
     if found.nodes:
         nodes = ", ".join(node[:12] for node in found.nodes)
         typer.echo(f"{found.gpus} GPUs on {nodes}; {found.replicas_leaving} replicas would leave")
+    if found.claims_leaving:
+        typer.echo(f"claims that would be asked to leave: {', '.join(found.claims_leaving)}")
+    typer.echo(f"expected cost of overflow: {money_per_hour(found.spill_usd_per_hour)}")
 
 
 @app.command()
-@_says_errors
+@says_errors
 def release(
     claim_id: Annotated[str, typer.Argument(metavar="CLAIM", help="As `tidegate status` shows it.")],
     reason: Annotated[str, typer.Option(help="Stands in the journal.")] = "released by a person",
@@ -161,7 +197,7 @@ def release(
 
 
 @app.command()
-@_says_errors
+@says_errors
 def quarantine(
     subject: Annotated[str, typer.Argument(help="A GPU or a node: its name, its id, or six characters of it or more.")],
     reason: Annotated[str, typer.Option(help="Stands in the journal.")],
@@ -178,13 +214,18 @@ def quarantine(
 
 
 @app.command()
-@_says_errors
+@says_errors
 def pardon(
-    subject: Annotated[str, typer.Argument(help="A GPU or a node: its name, its id, or six characters of it or more.")],
+    subject: Annotated[
+        str, typer.Argument(help="A GPU or node, by name, id or six characters of it; or a braked rule.")
+    ],
     reason: Annotated[str, typer.Option(help="Stands in the journal.")] = "pardoned by a person",
     address: Address = "auto",
 ) -> None:
-    """End every quarantine on a GPU or a node. A fault that is still there is found again at the next look."""
+    """End every quarantine on a GPU or a node. A fault that is still there is found again at the next look.
+
+    Naming a rule on which the fleet brake is (`tidegate status` shows it) lets that rule go on.
+    """
     from tidegate.cli.connect import ask
 
     ask(address, lambda arbiter: arbiter.pardon(subject, reason))
@@ -192,7 +233,7 @@ def pardon(
 
 
 @app.command()
-@_says_errors
+@says_errors
 def publish(
     folder: Annotated[Path, typer.Argument(help="An export: a run's `export/`, or made by jobs/export_pipeline.py.")],
     app_name: Annotated[str, typer.Option("--app", help="The Serve application.")] = "images",
@@ -208,7 +249,7 @@ def publish(
 
 
 @app.command()
-@_says_errors
+@says_errors
 def demo(
     output: Annotated[Path, typer.Option(help="Report and pictures go here.")] = Path("demo-output"),
     base_port: Annotated[int, typer.Option(help="Ports from here on: GCS, dashboard, HTTP, provider.")] = 6390,

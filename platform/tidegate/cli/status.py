@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 from rich.console import Console, Group
@@ -22,6 +23,7 @@ STYLE: Mapping[str, str] = {
     "finishing": "green",
     "quarantined": "red",
     "free": "dim",
+    "unknown": "red",
 }
 
 SHORT: Mapping[str, str] = {
@@ -33,11 +35,19 @@ SHORT: Mapping[str, str] = {
 
 
 def show_status(found: Mapping[str, Any], console: Console) -> None:
-    parts = [gpu_map(found), claims(found), traffic(found)]
+    console.print(status_view(found))
+
+
+def status_view(found: Mapping[str, Any]) -> Group:
+    parts: list[Table | Text] = [gpu_map(found)]
     if found["quarantines"]:
-        parts.insert(1, quarantines(found))
-    console.print(Group(*parts))
-    console.print(Text(f"arbiter: {found['reason']}", style="dim"))
+        parts.append(findings("quarantines", found["quarantines"]))
+    if found["held_back"]:
+        rules = ", ".join(dict.fromkeys(finding["rule"] for finding in found["held_back"]))
+        parts.append(findings(f"FLEET BRAKE on rule {rules}: not carried out", found["held_back"]))
+    parts += [claims(found), traffic(found), money(found["purse"])]
+    parts.append(Text(f"arbiter: {found['reason']}", style="dim"))
+    return Group(*parts)
 
 
 def gpu_map(found: Mapping[str, Any]) -> Table:
@@ -66,13 +76,28 @@ def claims(found: Mapping[str, Any]) -> Table:
     return table
 
 
-def quarantines(found: Mapping[str, Any]) -> Table:
-    table = Table(title="quarantines", title_justify="left", box=None, pad_edge=False)
-    for column in ("GPU or node", "rule", "good for", "why", "ends"):
-        table.add_column(column)
-    for held in found["quarantines"]:
-        table.add_row(held["gpu"] or held["node"], held["rule"], held["tier"], held["evidence"], held["ends"])
+def findings(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for column in ("GPU or node", "rule", "good for", "since", "why", "ends"):
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        since = datetime.fromtimestamp(row["since_s"]).astimezone().strftime("%H:%M:%S")
+        table.add_row(row["gpu"] or row["node"], row["rule"], row["tier"], since, row["evidence"], row["ends"])
     return table
+
+
+def money(purse: Mapping[str, Any]) -> Text:
+    """What overflow has cost, and what it may."""
+    parts = []
+    for period in ("hour", "day"):
+        budget = purse[f"per_{period}_usd"]
+        of = "" if budget is None else f" of ${budget:.2f}"
+        parts.append(f"${purse[f'spent_{period}_usd']:.2f}{of} this {period}")
+    said = f"spent on overflow: {', '.join(parts)}"
+    if purse["over_budget"] is None:
+        return Text(said)
+    then = {"wait": "claims on serving's GPUs wait", "shed": "overflow is refused"}[purse["then"]]
+    return Text(f"{said}; {purse['over_budget']}: {then}", style="red")
 
 
 def traffic(found: Mapping[str, Any]) -> Table:
@@ -89,6 +114,10 @@ def traffic(found: Mapping[str, Any]) -> Table:
 def _cell(gpu: Mapping[str, Any]) -> Text:
     celsius = gpu["temperature_celsius"]
     heat = f"{celsius:.0f}°C" if celsius is not None else "?°C"
-    owner = str(gpu["owner"])
+    owner = gpu["owner"]
     tier = "" if gpu["tier"] == "gang" else f" ({gpu['tier']} tier)"
-    return Text(f"{SHORT.get(owner, owner)} {heat}{tier}", style=STYLE.get(owner, ""))
+    return Text(f"{words_of(owner)} {heat}{tier}", style=STYLE.get(owner, ""))
+
+
+def words_of(owner: str) -> str:
+    return SHORT.get(owner, owner)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from dataclasses import replace
 from typing import Protocol
 
 from tidegate.arbiter.messages import CanaryResult, GatewayReport, Orders
@@ -76,18 +77,25 @@ class ArbiterLink:
     def _report(self) -> GatewayReport:
         now_s = self._clock.now_s()
         self._tally.waiting(self._flow.dispatcher.waiting)
+        made_here = self._flow.demand.rate(now_s)
         return GatewayReport(
             gateway=self._id,
             at_s=now_s,
             acked=self._backends.orders.generation,
             pools=self._backends.pool_loads(),
-            providers=self._backends.providers_seen(now_s),
+            providers=tuple(
+                replace(seen, spent_usd=self._flow.spent_usd(seen.name))
+                for seen in self._backends.providers_seen(now_s)
+            ),
             canaries=self._canaries,
             waiting=self._flow.dispatcher.waiting,
             answered_local_total=self._tally.local,
             answered_spilled_total=self._tally.spilled,
             refused_total=self._tally.refused,
             failed_total=self._tally.failed,
+            spent_usd_total=self._flow.spent_usd(),
+            local_images_per_s=made_here.images_per_s,
+            local_busy_replicas=made_here.busy_replicas,
         )
 
     def _start_canary(self, canary: str | None) -> None:

@@ -80,7 +80,12 @@ class Backends:
             )
             for name, provider in self._providers.items()
         )
-        return View(pools=pools, providers=providers, spillway=self.orders.spillway)
+        return View(
+            pools=pools,
+            providers=providers,
+            spillway=self.orders.spillway,
+            over_budget=self.orders.over_budget,
+        )
 
     def _pool_view(self, name: PoolName, seen: PoolSeen, now_s: float) -> PoolView:
         pool = self._pools.setdefault(name, _Pool())

@@ -9,9 +9,10 @@ from typing import Protocol
 
 from tidegate.arbiter.messages import CanaryResult
 from tidegate.clock import Clock
-from tidegate.ids import PoolName, ProviderName
+from tidegate.ids import PoolName, ProviderName, RequestId
 from tidegate.serve.api import ApiError
 from tidegate.serve.backends import Backends
+from tidegate.serve.demand import Demand
 from tidegate.serve.dispatch import Dispatcher
 from tidegate.serve.ledger import Attempt, AttemptOutcome, Ledger
 from tidegate.serve.providers.base import ImageProvider, ProviderAmbiguousError, ProviderRefusedError
@@ -69,12 +70,18 @@ class Flow:
         self._spec, self._backends, self._local, self._providers = spec, backends, local, providers
         self._ledger, self._clock = ledger, clock
         self.dispatcher = Dispatcher(backends, clock)
+        self.demand = Demand(clock.now_s())
+
+    def spent_usd(self, provider: ProviderName | None = None) -> float:
+        """Paid to one provider, or to all, by this gateway's ledger."""
+        return self._ledger.spent_usd(None if provider is None else backend_name(ToProvider(provider)))
 
     async def answer(self, job: ImageJob, accepted_at_s: float) -> Answer:
         """Make the job's pictures somewhere. Writes its attempts, not its end.
 
         Raises:
-            ApiError: 503 where nothing took it in time, 502/504 where what took it failed.
+            ApiError: 503 where nothing took it in time, 429 where it would have cost money that may not be spent,
+                502/504 where what took it failed.
         """
         route = RouteRequest(
             model=job.model,
@@ -158,6 +165,7 @@ class Flow:
             walk.route = replace(walk.route, excluded_pools=walk.route.excluded_pools | {pool})
             raise
         self._backends.local_answered(pool, made.compute_s)
+        self.demand.made(self._clock.now_s(), walk.job.images, made.compute_s)
         return made
 
     async def _try_provider(self, walk: _Walk, name: ProviderName, now_s: float) -> Made:
@@ -186,14 +194,32 @@ class Flow:
         started_at_s = self._clock.now_s()
         job = replace(job, request=type(job.request)(f"canary-{canary}-{name}"))
         walk = _Walk(job, _canary_route(job, started_at_s, self._backends.timeout_s(name)))
+        outcome = AttemptOutcome.ANSWERED
         try:
             await self._try_provider(walk, name, started_at_s)
             ok, detail = True, "made a picture"
-        except (ProviderRefusedError, ProviderAmbiguousError) as error:
-            ok, detail = False, error.why
+        except ProviderRefusedError as error:
+            ok, detail, outcome = False, error.why, AttemptOutcome.REFUSED
+        except ProviderAmbiguousError as error:
+            ok, detail, outcome = False, error.why, AttemptOutcome.LOST
         except Exception as error:  # a fault of ours: still no way out was proven, and the claim must hear why
-            ok, detail = False, f"{type(error).__name__}: {error}"
-        took_s = self._clock.now_s() - started_at_s
+            ok, detail, outcome = False, f"{type(error).__name__}: {error}", AttemptOutcome.ERROR
+        ended_at_s = self._clock.now_s()
+        took_s = ended_at_s - started_at_s
+        paid = outcome in (AttemptOutcome.ANSWERED, AttemptOutcome.LOST)
+        self._ledger.attempt(
+            Attempt(
+                # Its time stands in the name: a gateway that comes back may be asked for the same canary again.
+                request=RequestId(f"{job.request}@{started_at_s:.3f}"),
+                attempt=1,
+                backend=backend_name(ToProvider(name)),
+                started_at_s=started_at_s,
+                ended_at_s=ended_at_s,
+                outcome=outcome,
+                reason=None if ok else detail,
+                price_usd=self._backends.price_usd(name, job.images) if paid else 0.0,
+            )
+        )
         return CanaryResult(canary=canary, provider=name, ok=ok, detail=detail, took_s=took_s)
 
 
@@ -216,6 +242,8 @@ def _canary_route(job: ImageJob, now_s: float, timeout_s: float) -> RouteRequest
 
 
 def _gave_up(walk: _Walk, reject: Reject) -> ApiError:
+    if not walk.attempts and reject.over_budget:
+        return ApiError(429, reject.reason, code="over_budget", retry_after_s=reject.retry_after_s)
     if not walk.attempts:
         return ApiError(503, reject.reason, code="no_capacity", retry_after_s=reject.retry_after_s)
     tried = f"{reject.reason}; {walk.attempts} tried, last: {walk.last}"

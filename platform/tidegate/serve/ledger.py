@@ -114,11 +114,14 @@ class Ledger:
         self._lock_timeout_s = lock_timeout_s
         self.write_failures = 0
         """Flushes that failed; their rows were kept."""
+        self._spent_usd: dict[str, float] = {}
         self._path = folder / f"{gateway}.sqlite"
         folder.mkdir(parents=True, exist_ok=True)
         with closing(sqlite3.connect(self._path)) as db:
             db.execute("PRAGMA journal_mode=WAL")
             db.executescript(_SCHEMA)
+            sums = db.execute("SELECT backend, sum(price_usd) FROM attempts GROUP BY backend")
+            self._spent_usd = dict(sums.fetchall())
         self._open: set[RequestId] = set()
         self._rows: list[tuple[str, tuple[object, ...]]] = []
         self._lock = threading.Lock()
@@ -131,6 +134,7 @@ class Ledger:
         self._write("INSERT INTO requests (request_id, accepted_at_s) VALUES (?, ?)", (request, at_s))
 
     def attempt(self, attempt: Attempt) -> None:
+        self._spent_usd[attempt.backend] = self._spent_usd.get(attempt.backend, 0.0) + attempt.price_usd
         self._write(
             "INSERT INTO attempts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
@@ -168,6 +172,10 @@ class Ledger:
             "UPDATE requests SET ended_at_s = ?, outcome = ?, backend = ?, reason = ?, images = ? WHERE request_id = ?",
             (at_s, outcome, backend, reason, images, request),
         )
+
+    def spent_usd(self, backend: str | None = None) -> float:
+        """Paid to one backend, or to all, since this file exists; with what is not flushed yet."""
+        return sum(self._spent_usd.values()) if backend is None else self._spent_usd.get(backend, 0.0)
 
     def close(self) -> None:
         """Flush and stop. Idempotent."""
@@ -224,8 +232,8 @@ def read_rows(folder: Path) -> Iterator[RequestRow]:
                 )
 
 
-def read_totals(folder: Path) -> dict[str, float]:
-    """Sums over all gateways' files in `folder`.
+def read_totals(folder: Path, since_s: float = 0.0, until_s: float = 1e12) -> dict[str, float]:
+    """Sums over all gateways' files in `folder`, of requests accepted (and attempts started) between two times.
 
     `sent` = `local` + `spilled` + `refused` + `cancelled` + `failed` + `open`; besides `images`, `attempts`,
     `price_usd` and `compute_s`.
@@ -237,14 +245,18 @@ def read_totals(folder: Path) -> dict[str, float]:
         " coalesce(sum(outcome = 'answered' AND backend LIKE 'provider/%'), 0),"
         " coalesce(sum(outcome = 'refused'), 0), coalesce(sum(outcome = 'cancelled'), 0),"
         " coalesce(sum(outcome = 'failed'), 0), coalesce(sum(outcome IS NULL), 0), coalesce(sum(images), 0)"
-        " FROM requests"
+        " FROM requests WHERE accepted_at_s >= ? AND accepted_at_s < ?"
     )
     cost_names = ("attempts", "price_usd", "compute_s")
-    costs = "SELECT count(*), coalesce(sum(price_usd), 0.0), coalesce(sum(compute_s), 0.0) FROM attempts"
+    costs = (
+        "SELECT count(*), coalesce(sum(price_usd), 0.0), coalesce(sum(compute_s), 0.0)"
+        " FROM attempts WHERE started_at_s >= ? AND started_at_s < ?"
+    )
+    between = (since_s, until_s)
     totals: dict[str, float] = dict.fromkeys(names + cost_names, 0)
     for path in sorted(folder.glob("*.sqlite")):
         with _reading(path) as db:
-            sums = (*db.execute(query).fetchone(), *db.execute(costs).fetchone())
+            sums = (*db.execute(query, between).fetchone(), *db.execute(costs, between).fetchone())
         for name, value in zip(names + cost_names, sums, strict=True):
             totals[name] += value
     return totals

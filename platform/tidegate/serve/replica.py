@@ -15,6 +15,7 @@ from ray import serve
 from tidegate.arbiter.client import ArbiterClient
 from tidegate.arbiter.messages import ReplicaReport, Weights
 from tidegate.errors import ModelRefusedError, NoArbiterError
+from tidegate.ids import PoolName
 from tidegate.serve.work import ImageJob, Made
 
 if TYPE_CHECKING:
@@ -36,7 +37,8 @@ class ImagesReplica:
     async def __init__(self, app: str, folder: str, threads: int, stuck_after_s: float) -> None:  # type: ignore[misc]
         # Serve awaits a constructor that is a coroutine.
         self._app, self._stuck_after_s = app, stuck_after_s
-        self._name = serve.get_replica_context().replica_id.unique_id
+        replica = serve.get_replica_context().replica_id
+        self._name, self._pool = replica.unique_id, PoolName(replica.deployment_id.name)
         self._arbiter = ArbiterClient(timeout_s=2.0)
         self._version = 0
         """0 = `folder`; published ones count from 1."""
@@ -119,7 +121,11 @@ class ImagesReplica:
 
     async def _report(self) -> Weights | None:
         report = ReplicaReport(
-            replica=self._name, at_s=time.time(), serving_version=self._version, refused=self._refused
+            replica=self._name,
+            at_s=time.time(),
+            serving_version=self._version,
+            refused=self._refused,
+            pool=self._pool,
         )
         try:
             return await self._arbiter.report_replica(self._app, report)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from tidegate.arbiter.messages import Spillway
+from tidegate.arbiter.messages import OverBudget, Spillway
 from tidegate.ids import PoolName, ProviderName
 from tidegate.serve.work import Size
 
@@ -42,6 +42,8 @@ class View:
     pools: tuple[PoolView, ...]
     providers: tuple[ProviderView, ...]
     spillway: Spillway
+    over_budget: OverBudget | None = None
+    """The purse is empty: nothing is bought."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +88,8 @@ class Wait:
 class Reject:
     reason: str
     retry_after_s: float
+    over_budget: bool = False
+    """It could have been made, for money that may not be spent."""
 
 
 Step: TypeAlias = ToLocal | ToProvider | Wait | Reject
@@ -97,6 +101,7 @@ def pick(request: RouteRequest, view: View, now_s: float, ahead: int = 0) -> Ste
     - A free local slot within the allowance wins; a pool without replicas is never chosen.
     - Spillway open: else the cheapest provider that can make it, at once.
     - Spillway closed: it waits for a local replica while that can keep its patience, then spills before it fails.
+    - Over budget: what would be bought is rejected instead, once no replica can be waited for any more.
     - All providers resting is no error while one comes back before the deadline (C155).
     - At the deadline it is rejected, and told when to come back.
     """
@@ -109,14 +114,17 @@ def pick(request: RouteRequest, view: View, now_s: float, ahead: int = 0) -> Ste
     capable = [provider for provider in view.providers if _can_make(provider, request)]
     if not pools and not capable:
         return Reject("nothing here can make it", _come_back_s(request, view, now_s))
+    payable = [p for p in capable if view.over_budget is None or p.price_per_image_usd == 0]
     spill_at_s = _spill_at_s(request, view, pools, now_s, ahead)
     if now_s >= spill_at_s:
-        ready = [p for p in capable if now_s >= p.resting_until_s and p.ongoing < p.slots]
+        ready = [p for p in payable if now_s >= p.resting_until_s and p.ongoing < p.slots]
         if ready:
             return ToProvider(min(ready, key=_cheapness).name)
-        if not pools and all(p.resting_until_s >= request.deadline_s for p in capable):
+        if view.over_budget is not None and capable and not payable:
+            return Reject(view.over_budget.reason, max(1.0, view.over_budget.until_s - now_s), over_budget=True)
+        if not pools and all(p.resting_until_s >= request.deadline_s for p in payable):
             return Reject("every provider rests beyond its deadline", _come_back_s(request, view, now_s))
-    changes = [provider.resting_until_s for provider in capable] + [spill_at_s, request.deadline_s]
+    changes = [provider.resting_until_s for provider in payable] + [spill_at_s, request.deadline_s]
     return Wait(min(at_s for at_s in changes if at_s > now_s))
 
 
@@ -145,7 +153,8 @@ def _can_make(provider: ProviderView, request: RouteRequest) -> bool:
 
 def _spill_at_s(request: RouteRequest, view: View, pools: list[PoolView], now_s: float, ahead: int) -> float:
     """From when on a provider may take it."""
-    if view.spillway is Spillway.OPEN or not pools:
+    none_left = not any(pool.replicas for pool in pools)
+    if not pools or (view.spillway is Spillway.OPEN and (view.over_budget is None or none_left)):
         return now_s
     # Capacity, before errors: a queue that can't be worked off within its patience isn't waited for.
     if now_s + _expected_wait_s(pools, ahead) > request.patience_until_s:
@@ -168,7 +177,9 @@ def _come_back_s(request: RouteRequest, view: View, now_s: float) -> float:
 
 def wait_is_for_all(view: View, now_s: float) -> bool:
     """No slot is free anywhere: whoever comes after a request that waits, waits as well (the queue need not be read
-    to its end)."""
+    to its end). Over budget it must be: there each one's patience ends in a refusal of its own."""
+    if view.over_budget is not None:
+        return False
     local = any(pool.replicas > 0 and pool.free_slots > 0 for pool in view.pools)
     outside = any(now_s >= p.resting_until_s and p.ongoing < p.slots for p in view.providers)
     return not local and not outside

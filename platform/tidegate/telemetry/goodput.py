@@ -1,17 +1,22 @@
 """Who owned each GPU-second. Pure, but for `SpanBook`'s file.
 
-A span says that `gpus` GPUs belonged to `owner` from `start_s` on; the arbiter writes one line whenever that changes.
-Summed up, the owners of an interval add to its GPU-seconds exactly.
+A span says who has each GPU from `start_s` on; the arbiter writes one line whenever that changes. Summed up, the owners
+of an interval add to its GPU-seconds exactly. While no arbiter looks (it crashed, its host was down) nobody knows: from
+the last look to the first one of the next arbiter the owner is `unknown`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import IO
+
+SPANS = "gpu_owners.jsonl"
+"""The file's name in the arbiter's state directory."""
 
 
 class Owner(StrEnum):
@@ -30,6 +35,8 @@ class Owner(StrEnum):
     """Held by a replica that is not ready yet."""
     QUARANTINED = "quarantined"
     FREE = "free"
+    UNKNOWN = "unknown"
+    """No arbiter looked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,21 +50,38 @@ class Span:
 
 @dataclass(slots=True)
 class SpanBook:
-    """Writes a line for each change of ownership."""
+    """Writes a line for each change of ownership. The file's modification time is that of the newest look, so that the
+    next arbiter knows since when nobody has looked."""
 
     path: Path | None = None
     _last: Span | None = field(init=False, default=None)
     _file: IO[str] | None = field(init=False, default=None)
 
     def observe(self, now: Mapping[str, Owner], now_s: float) -> None:
-        if self._last is not None and self._last.owners == dict(now):
-            return
-        self._last = Span(start_s=now_s, owners=dict(now))
+        if self.path is not None and self._file is None:
+            self._file = self._take_over(self.path, now_s)
+        if self._last is None or self._last.owners != dict(now):
+            self._last = Span(start_s=now_s, owners=dict(now))
+            self._write(self._last)
         if self.path is not None:
-            if self._file is None:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = self.path.open("a", encoding="utf-8")
-            self._file.write(json.dumps({"start_s": now_s, "owners": dict(now)}) + "\n")
+            os.utime(self.path, (now_s, now_s))
+
+    def _take_over(self, path: Path, now_s: float) -> IO[str]:
+        """Go on with another arbiter's file: what lies between its last look and now is nobody's knowledge."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        before = read_spans(path)
+        seen_s = min(looked_until_s(path), now_s)
+        if path.exists():
+            cut_torn_line(path)
+        file = self._file = path.open("a", encoding="utf-8")
+        if before and seen_s < now_s:
+            gap_s = max(seen_s, before[-1].start_s)
+            self._write(Span(start_s=gap_s, owners=dict.fromkeys(before[-1].owners, Owner.UNKNOWN)))
+        return file
+
+    def _write(self, span: Span) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps({"start_s": span.start_s, "owners": dict(span.owners)}) + "\n")
             self._file.flush()
 
     def current(self) -> tuple[Span, ...]:
@@ -73,16 +97,32 @@ def read_spans(path: Path) -> tuple[Span, ...]:
     )
 
 
-def gpu_seconds(spans: Iterable[Span], start_s: float, end_s: float) -> dict[Owner, float]:
-    """GPU-seconds by owner between two times. Seconds before the first span count for nobody."""
+def looked_until_s(path: Path) -> float:
+    """When an arbiter looked last; 0 where none ever did."""
+    return path.stat().st_mtime if path.exists() else 0.0
+
+
+def cut_torn_line(path: Path) -> None:
+    """Cut off a last line that a crash has left unfinished, before something is written behind it."""
+    text = path.read_bytes()
+    whole = text.rfind(b"\n") + 1
+    if whole != len(text):
+        os.truncate(path, whole)
+
+
+def gpu_seconds(
+    spans: Iterable[Span], start_s: float, end_s: float, gpus: Collection[str] | None = None
+) -> dict[Owner, float]:
+    """GPU-seconds by owner between two times, of all GPUs or of some; seconds before the first span are nobody's."""
     total = dict.fromkeys(Owner, 0.0)
     ordered = list(spans)
     for span, after in zip(ordered, [*ordered[1:], None], strict=True):
         begin = max(span.start_s, start_s)
         end = min(after.start_s if after is not None else end_s, end_s)
         if end > begin:
-            for owner in span.owners.values():
-                total[owner] += end - begin
+            for gpu, owner in span.owners.items():
+                if gpus is None or gpu in gpus:
+                    total[owner] += end - begin
     return total
 
 

@@ -10,10 +10,9 @@ import matplotlib as mpl
 import numpy as np
 from numpy.typing import NDArray
 
-from tidegate.arbiter.actor import SPANS
 from tidegate.arbiter.journal import read_lines
 from tidegate.cli.demo.digits import NAMES
-from tidegate.telemetry.goodput import Owner, Span, read_spans
+from tidegate.telemetry.goodput import SPANS, Owner, Span, read_spans
 
 mpl.use("agg")
 from matplotlib import pyplot as plt

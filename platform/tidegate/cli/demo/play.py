@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import time
@@ -24,6 +23,7 @@ from tidegate.arbiter.journal import read_lines
 from tidegate.cli.connect import connect
 from tidegate.cli.demo.client import SteadyClient, ask_digits
 from tidegate.cli.demo.digits import Judge
+from tidegate.cli.demo.looking import claim_state, gang_step, running, wait_for
 from tidegate.cli.demo.pictures import draw_before_after, draw_timeline
 from tidegate.cli.demo.report import build_report, write_report
 from tidegate.cli.demo.screen import Screen
@@ -34,6 +34,8 @@ PER_CLASS = 20
 SEED = 7
 HOT_NODE, HOT_INDEX, HOT_CELSIUS = "node-b", 1, 79
 GPUS = GPUS_PER_NODE * len(NODES)
+SLOW_S = 900.0
+"""What any one act may take. An act takes a tenth of it; a machine that is busy with other things takes long and is well."""
 
 
 def play(output: Path, *, base_port: int, steps: int | None) -> int:
@@ -102,7 +104,7 @@ class _Drama:
 
     def high_water(self) -> None:
         self.screen.act("Act 1, high water: all six GPUs serve")
-        self.wait(lambda now: _running(now) == GPUS and now["spillway"] == "closed", 240, "six replicas serve")
+        self.wait(lambda now: running(now) == GPUS and now["spillway"] == "closed", SLOW_S, "six replicas serve")
         self.moments["began_at_s"] = time.time()
         self.client = SteadyClient(self.stage.url, MODEL, self.client_log)
         self.client.start()
@@ -113,47 +115,40 @@ class _Drama:
 
     def claim(self) -> None:
         self.screen.act("Act 2, the claim: training takes all six GPUs")
-        self.stage.command(
-            "ray", "job", "submit", "--no-wait", "--submission-id", JOB, "--",
-            "python", str(self.stage.root / "jobs/train_dit.py"),
-            "--config", str(self.stage.config),
-            "--data", str(self.stage.folder / "shards"),
-            "--run-dir", str(self.stage.run_dir),
-            "--gpus", str(GPUS),
-        )  # fmt: skip
-        self.wait(lambda now: _claim_state(now) == "granted" or _gang_step(now) > 0, 120, "the claim is granted")
+        self.stage.submit_training(GPUS)
+        self.wait(lambda now: claim_state(now) == "granted" or gang_step(now) > 0, SLOW_S, "the claim is granted")
         self.screen.say("granted: replicas have drained, overflow goes to the provider")
-        self.wait(lambda now: _gang_step(now) > 0, 180, "the gang makes its first step")
+        self.wait(lambda now: gang_step(now) > 0, SLOW_S, "the gang makes its first step")
         self.screen.say("six ranks train")
 
     # --- Act 3 ---------------------------------------------------------------------------------------------------
 
     def weather(self) -> None:
         self.screen.act("Act 3, weather: a rank dies, then a GPU runs hot")
-        self.wait(lambda now: _gang_step(now) >= self.steps // 5, 300, "a fifth of the steps is done")
+        self.wait(lambda now: gang_step(now) >= self.steps // 5, SLOW_S, "a fifth of the steps is done")
         victim = next(pid for pid in self.look()["gangs"][-1]["pids"][3:] if pid is not None)
         self.moments["rank_killed_at_s"] = time.time()
         os.kill(victim, signal.SIGKILL)
         self.screen.say(f"SIGKILL to rank 3, process {victim}")
-        self.wait(lambda _: len(self.first_steps()) >= 2, 120, "the gang makes a step again")
+        self.wait(lambda _: len(self.first_steps()) >= 2, SLOW_S, "the gang makes a step again")
         self.screen.say("the gang goes on from its newest checkpoint, on the same GPUs")
-        self.wait(lambda now: _gang_step(now) >= self.steps // 2, 400, "half of the steps are done")
+        self.wait(lambda now: gang_step(now) >= self.steps // 2, SLOW_S, "half of the steps are done")
         self.moments["heated_at_s"] = time.time()
         self.stage.gpu_state(HOT_NODE).set(HOT_INDEX, "temp", HOT_CELSIUS)
         self.screen.say(f"GPU {HOT_INDEX} of {HOT_NODE} reads {HOT_CELSIUS} °C")
-        self.wait(lambda _: self.first_steps()[-1]["world_size"] == GPUS - 1, 120, "the gang goes on with five")
+        self.wait(lambda _: self.first_steps()[-1]["world_size"] == GPUS - 1, SLOW_S, "the gang goes on with five")
         self.screen.say("its rank has left, the gang goes on with five")
 
     # --- Act 4 ---------------------------------------------------------------------------------------------------
 
     def ebb(self) -> None:
-        self.wait(lambda now: _claim_state(now) in ("returning", "done"), 600, "training ends")
+        self.wait(lambda now: claim_state(now) in ("returning", "done"), SLOW_S, "training ends")
         self.screen.act("Act 4, ebb: training has ended, replicas come home in steps")
-        self.wait(lambda now: now["spillway"] == "closed" and _running(now) == GPUS, 180, "all replicas are home")
+        self.wait(lambda now: now["spillway"] == "closed" and running(now) == GPUS, SLOW_S, "all replicas are home")
         self.moments["home_at_s"] = time.time()
         self.screen.say("the spillway is closed; publishing the new weights")
         self.stage.command("tidegate", "publish", str(self.stage.run_dir / "export"))
-        self.wait(lambda now: _swapped(now) >= GPUS, 120, "all replicas serve the new weights")
+        self.wait(lambda now: _swapped(now) >= GPUS, SLOW_S, "all replicas serve the new weights")
         status = self.stage.command("ray", "job", "status", JOB)
         if "succeeded" not in status.lower():
             raise WaitedTooLongError(f"the job has not succeeded: {status}")
@@ -210,16 +205,7 @@ class _Drama:
         Raises:
             WaitedTooLongError: it does not within `deadline_s`, or the run has failed.
         """
-        deadline = time.monotonic() + deadline_s
-        while True:
-            now = self.look()
-            if condition(now):
-                return
-            ended = [gang for gang in now["gangs"] if gang["phase"] == "failed"]
-            if ended or time.monotonic() > deadline:
-                why = f"the run has failed: {ended[0]['reason']}" if ended else json.dumps(now["claims"])
-                raise WaitedTooLongError(f"waited for this in vain: {what}; {why}; arbiter: {now['reason']}")
-            time.sleep(0.5)
+        wait_for(self.look, condition, deadline_s, what)
 
     def pause(self, seconds: float) -> None:
         """Let the audience see the present state for a while."""
@@ -227,18 +213,6 @@ class _Drama:
         while time.monotonic() < deadline:
             self.look()
             time.sleep(0.5)
-
-
-def _running(now: dict[str, Any]) -> int:
-    return sum(pool["running"] for pool in now["pools"])
-
-
-def _claim_state(now: dict[str, Any]) -> str:
-    return now["claims"][-1]["state"] if now["claims"] else ""
-
-
-def _gang_step(now: dict[str, Any]) -> int:
-    return max((gang["step"] for gang in now["gangs"]), default=-1)
 
 
 def _swapped(now: dict[str, Any]) -> int:

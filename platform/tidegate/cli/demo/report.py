@@ -8,11 +8,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tidegate.arbiter.actor import JOURNAL, SPANS
-from tidegate.arbiter.journal import read_lines
+from tidegate.arbiter.journal import JOURNAL, read_lines
 from tidegate.gang.coordinator import JOURNAL as GANG_JOURNAL
 from tidegate.serve.ledger import read_totals
-from tidegate.telemetry.goodput import fractions, gpu_seconds, read_spans, refine
+from tidegate.telemetry.goodput import SPANS, fractions, gpu_seconds, read_spans, refine
 
 AVERAGED_STEPS = 20
 """Steps whose mean loss stands for the run's begin and end."""

@@ -9,9 +9,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 import yaml
@@ -45,6 +46,12 @@ class Stage:
     """Everything the demo writes, but for the report and the pictures."""
     base_port: int
     steps: int | None = None
+    nodes: Sequence[str] = NODES
+    """GPU nodes; the local cluster names them a, b, c, … itself."""
+    policy_changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Section of policy.yaml -> what differs from the file."""
+    app_args: Mapping[str, Any] = field(default_factory=dict)
+    """What differs from the arguments in images.yaml."""
     cluster: LocalCluster = field(init=False)
     provider: subprocess.Popen[bytes] | None = field(init=False, default=None)
 
@@ -90,7 +97,7 @@ class Stage:
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
         library = fake_nvml.build(self.folder / "nvml")
-        for node in NODES:
+        for node in self.nodes:
             fake_nvml.NvmlState(self.folder / "nvml" / f"{node}.state", fake_nvml.gpus_of(node, GPUS_PER_NODE))
         config = yaml.safe_load((self.root / "jobs/configs/digits.yaml").read_text(encoding="utf-8"))
         if self.steps is not None:
@@ -100,6 +107,8 @@ class Stage:
             config["steps"] = self.steps
         self.config.write_text(yaml.safe_dump(config), encoding="utf-8")
         policy = yaml.safe_load((self.root / "policy.yaml").read_text(encoding="utf-8"))
+        for section, changes in self.policy_changes.items():
+            policy[section] = {**policy.get(section, {}), **changes}
         policy["arbiter"]["state_dir"] = str(self.state_dir)
         policy["health"] |= {"nvml_library": str(library), "state_dir": str(self.state_dir / "health")}
         policy["providers"] = [
@@ -118,6 +127,7 @@ class Stage:
             "weights": str(self.folder / "fresh"),
             "model": MODEL,
             "policy": str(self.folder / "policy.yaml"),
+            **self.app_args,
         }
         (self.folder / "images.yaml").write_text(yaml.safe_dump(app), encoding="utf-8")
 
@@ -144,13 +154,13 @@ class Stage:
     def local_cluster(self) -> LocalCluster:
         self.cluster = LocalCluster(
             ports=Ports(gcs=self.base_port, dashboard=self.base_port + 1),
-            gpus_per_node=(GPUS_PER_NODE,) * len(NODES),
+            gpus_per_node=(GPUS_PER_NODE,) * len(self.nodes),
             # Ray keeps an idle worker for each CPU, and nothing here asks for one but `serve deploy`.
             head_cpus=2,
             node_cpus=1,
             environment={"PYTHONPATH": str(self.root), "OMP_NUM_THREADS": "1"},
             node_environment=[
-                {fake_nvml.STATE_VARIABLE: str(self.folder / "nvml" / f"{node}.state")} for node in NODES
+                {fake_nvml.STATE_VARIABLE: str(self.folder / "nvml" / f"{node}.state")} for node in self.nodes
             ],
         )
         return self.cluster
@@ -183,6 +193,18 @@ class Stage:
     def python(self, *arguments: str) -> str:
         return self.command(Path(sys.executable).name, *arguments)
 
+    def submit_training(self, gpus: int, *options: str) -> None:
+        """As a user does; `options` are train_dit.py's."""
+        self.command(
+            "ray", "job", "submit", "--no-wait", "--submission-id", JOB, "--",
+            "python", str(self.root / "jobs/train_dit.py"),
+            "--config", str(self.config),
+            "--data", str(self.folder / "shards"),
+            "--run-dir", str(self.run_dir),
+            "--gpus", str(gpus),
+            *options,
+        )  # fmt: skip
+
     def job_log(self) -> str:
         """The last lines of the training job's log; empty before it was submitted."""
         try:
@@ -190,7 +212,8 @@ class Stage:
         except StageError:
             return ""
 
-    def clear(self) -> None:
+    def stop_provider(self) -> None:
+        """It finishes what it has and ends; nobody listens on its port any more."""
         if self.provider is not None and self.provider.poll() is None:
             self.provider.send_signal(signal.SIGTERM)
             try:
@@ -208,7 +231,7 @@ def set_up(stage: Stage, say: Callable[[str], None]) -> Iterator[None]:
         stage.prepare()
         stage.start_provider()
         with stage.local_cluster():
-            say("Ray runs: a head and three GPU nodes of two logical GPUs each")
+            say(f"Ray runs: a head and {len(stage.nodes)} GPU nodes of {GPUS_PER_NODE} logical GPUs each")
             stage.prepare_data()
             stage.make_fresh_weights()
             say("data is in Parquet shards, fresh weights are exported")
@@ -217,7 +240,7 @@ def set_up(stage: Stage, say: Callable[[str], None]) -> Iterator[None]:
             stage.command("serve", "deploy", str(stage.folder / "images.yaml"))
             yield
     finally:
-        stage.clear()
+        stage.stop_provider()
 
 
 def wait_until(condition: Callable[[], bool], deadline_s: float, what: str, every_s: float = 0.25) -> None:
