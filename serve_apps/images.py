@@ -3,11 +3,12 @@
 tidegate up --app serve_apps/images.yaml     # or: serve deploy serve_apps/images.yaml
 """
 
+import math
 from pathlib import Path
 from typing import Any
 
 import ray
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
@@ -37,6 +38,20 @@ class ImagesArgs(BaseModel):
     nodes: list[str] | None = None
     """Ray ids of the nodes that get a pool; none = those that live now. `tidegate up --redeploy` fills it in."""
     threads_per_replica: int = Field(default=1, ge=1)
+    gpus_per_replica: float = 1
+    """The pools count one whole GPU for each replica; another number is refused."""
+
+    @field_validator("gpus_per_replica")
+    @classmethod
+    def _whole(cls, gpus: float) -> float:
+        if gpus == 1:
+            return gpus
+        # A replica never lies across two GPUs, so shares don't add up over them.
+        fit = int(1 / gpus + 1e-9) if 0 < gpus < 1 else 0
+        why = "one GPU holds one replica"
+        if fit:
+            why = f"{fit} of them fit on one GPU, so 6 need {math.ceil(6 / fit)} GPUs, not {math.ceil(6 * gpus)}"
+        raise ValueError(f"{gpus} GPUs a replica: {why}; leave it at 1")
 
 
 def build(args: ImagesArgs) -> serve.Application:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import ray.train
 from ray.train import RunConfig, ScalingConfig
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
+from tidegate.gang.host import SETTINGS
 from tidegate.gang.plan import Formation
 from tidegate.gang.trainer import NodeTrainer
 
@@ -30,8 +33,15 @@ def first_step(settings: dict[str, Any]) -> None:
 class Host:
     """Where our trainer's controller runs, as in `tidegate.gang.host`: its process starts while GPUs are awaited."""
 
-    def lead(self, folder: Path, workers: int, group: str) -> float:
+    def __init__(self) -> None:
+        os.environ.update(SETTINGS)
+
+    async def lead(self, folder: Path, workers: int, group: str) -> float:
         """Start the gang in a placement group of one GPU a node; returns when its last worker had stepped."""
+        # In a thread: Ray Train's workers call the actor that their controller runs in.
+        return await asyncio.to_thread(self._lead, folder, workers, group)
+
+    def _lead(self, folder: Path, workers: int, group: str) -> float:
         folder.mkdir(parents=True)
         formation = Formation(group=group, nodes=workers, gpus_per_node=1)
         NodeTrainer(first_step, {"folder": str(folder)}, folder / "ray_train", "gang", lambda: formation).fit()

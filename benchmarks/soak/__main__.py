@@ -34,7 +34,6 @@ from benchmarks.soak import faults, verdict
 from benchmarks.soak.hands import Hands, gang_of
 from benchmarks.soak.summary import Happened, Summary, page, write
 
-from tidegate.arbiter.actor import SPANS
 from tidegate.arbiter.client import ArbiterClient
 from tidegate.arbiter.journal import read_lines
 from tidegate.cli.connect import connect
@@ -43,7 +42,7 @@ from tidegate.cli.demo.looking import LOOK_EVERY_S, Look, claim_state, gang_step
 from tidegate.cli.demo.stage import GPUS_PER_NODE, JOB, MODEL, Stage, set_up
 from tidegate.errors import NoArbiterError
 from tidegate.serve.ledger import read_rows, read_totals
-from tidegate.telemetry.goodput import fractions, gpu_seconds, read_spans, refine
+from tidegate.telemetry.goodput import SPANS, fractions, gpu_seconds, read_spans, refine
 from tidegate.testing.local_cluster import free_port
 
 ROOT = Path(__file__).parents[2]

@@ -61,6 +61,8 @@ class Story:
     gateway_follows: bool = True
     gateway_says: dict[str, Any] = field(default_factory=dict)
     """What else its reports carry."""
+    silent_agents: bool = False
+    silent_gateway: bool = False
     hot: set[GpuId] = field(default_factory=set)
     lost: set[GpuId] = field(default_factory=set)
     memory: dict[GpuId, tuple[int | None, int | None]] = field(default_factory=dict)
@@ -136,8 +138,9 @@ class Story:
         provider = ProviderSeen(name=ProviderName("out"), state=state, ongoing=0, slots=8, price_per_image_usd=0.01)
         said = {"providers": (provider,), "local_busy_replicas": 6.0, **self.gateway_says}
         gateway = GatewayReport(gateway=GatewayId("g1"), at_s=now_s, acked=acked, canaries=canaries, **said)
-        self.loop.exchange(gateway)
-        for node, slots in self.fleet.slots.items():
+        if not self.silent_gateway:
+            self.loop.exchange(gateway)
+        for node, slots in () if self.silent_agents else self.fleet.slots.items():
             self.loop.health[node] = self._health(node, slots, now_s)
         for claim, phase in self.phases.items():
             gang = self.gang(claim)

@@ -20,6 +20,7 @@ from tidegate.arbiter.book import (
 )
 from tidegate.arbiter.drain import STOP_REPEAT_S
 from tidegate.arbiter.messages import GangPhase, Spillway
+from tidegate.arbiter.view import DOMAIN_LABEL
 from tidegate.errors import ClaimNeverFitsError
 from tidegate.ids import ClaimId, NodeId, pool_name
 from tidegate.spec.policy import Policy, ServingSpec
@@ -312,6 +313,15 @@ def test_the_floor_is_never_taken() -> None:
         (ask(gpus=9, at_least=8), ("at least 8 GPUs", "6 GPUs on 3 live nodes", "lower min GPUs to 6")),
         (ask(claim_class="pretrian"), ("class 'pretrian'", "pretrain, scavenger")),
         (ask(gpus=2, at_least=4), ("4 to 2 GPUs", "at most max GPUs")),
+        (
+            replace(ask(gpus=4, at_least=4), gpus_per_node=4),
+            ("4 GPUs on one node", "6 GPUs, at most 2 on one node", "lower GPUs per node to 2"),
+        ),
+        (
+            replace(ask(gpus=4, at_least=4), gpus_per_node=1),
+            ("at least 4 GPUs on nodes of one size, 1 on each", "3 GPUs on 3 live nodes", "lower min GPUs to 3"),
+        ),
+        (replace(ask(), patience_s=-1.0), ("patience_s -1.0", "must be above 0")),
     ],
 )
 def test_a_claim_that_can_never_fit_says_what_is_there(story: Story, spec: object, words: tuple[str, ...]) -> None:
@@ -320,6 +330,16 @@ def test_a_claim_that_can_never_fit_says_what_is_there(story: Story, spec: objec
         story.file(spec)  # type: ignore[arg-type]
     for word in words:
         assert word in str(error.value)
+
+
+def test_one_domain_must_be_large_enough() -> None:
+    slots = dict.fromkeys(NODES, 2)
+    labels = {node: {DOMAIN_LABEL: name} for node, name in zip(NODES, "xxy", strict=True)}
+    story = Story(fleet=FakeFleet(slots=slots, labels=labels))
+    story.tick()
+    with pytest.raises(ClaimNeverFitsError, match="4 GPUs on 3 live nodes in one network domain"):
+        story.file(replace(ask(gpus=6, at_least=5), one_domain=True))
+    story.until(story.file(replace(ask(gpus=6, at_least=4), one_domain=True)), ClaimState.GRANTED)
 
 
 def test_filing_again_is_the_same_claim(story: Story) -> None:

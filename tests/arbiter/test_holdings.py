@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 from story import NODES, Story, ask, gpu
+from typer.testing import CliRunner
 
 from tidegate.arbiter.book import ClaimState
 from tidegate.arbiter.holdings import Holding, holdings
 from tidegate.arbiter.journal import JOURNAL, FileJournal, read_moves
 from tidegate.arbiter.loop import ArbiterLoop
 from tidegate.arbiter.messages import GangPhase
+from tidegate.cli.main import app
 from tidegate.cli.report import read_report
 from tidegate.errors import NoRecordsError, UnknownSubjectError
 from tidegate.ids import ClaimId, GatewayId, RequestId, Tier
@@ -151,6 +154,20 @@ def test_what_is_not_there_is_said(story: Recorded, tmp_path: Path) -> None:
         read_report(story.folder, "frist")
     with pytest.raises(NoRecordsError, match="--state-dir"):
         read_report(tmp_path / "elsewhere", None)
+
+
+def test_the_command_reads_a_copy_of_the_files_without_a_cluster(story: Recorded) -> None:
+    play(story, "first")
+    command = CliRunner()
+    found = command.invoke(app, ["report", "first", "--state-dir", str(story.folder), "--json"])
+    assert json.loads(found.stdout)["run"] == "first"
+    said = command.invoke(app, ["report", "--state-dir", str(story.folder)])
+    assert said.exit_code == 0
+    assert "productive" in said.stdout
+    nobody = command.invoke(app, ["report", "frist", "--state-dir", str(story.folder)])
+    assert nobody.exit_code == 1
+    assert "known here: first" in nobody.stderr
+    assert command.invoke(app, ["report", "--run-dir", "x", "--state-dir", str(story.folder)]).exit_code == 2
 
 
 def test_while_no_arbiter_looks_nobody_knows(story: Recorded) -> None:

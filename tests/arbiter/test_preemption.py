@@ -8,7 +8,7 @@ import pytest
 from story import NODES, WITH_PROVIDER, Story, ask
 
 from tidegate.arbiter.book import ClaimState
-from tidegate.arbiter.messages import GangPhase, PoolLoad
+from tidegate.arbiter.messages import GangPhase, PoolLoad, Spillway
 from tidegate.ids import ClaimId, NodeId, pool_name
 from tidegate.spec.policy import ClaimsSpec, Policy
 from tidegate.testing.fake_fleet import FakeFleet
@@ -280,6 +280,31 @@ def test_a_burst_that_passes_takes_nothing_back() -> None:
     assert states(story, claim) == ["running"]
 
 
+def test_gateways_that_are_gone_need_nothing() -> None:
+    story = Story(policy=POLICY)
+    story.tick(10)
+    idle(story)
+    claim = story.file(ask(gpus=6, at_least=2, claim_class="scavenger"))
+    story.train(claim)
+    story.gateway_says["waiting"] = 3
+    story.tick(5)
+    story.silent_gateway = True
+    story.tick(100)
+    assert states(story, claim) == ["running"]
+
+
+def test_overflow_leaves_at_once_when_a_stronger_claim_takes_what_was_lent() -> None:
+    story = Story(policy=POLICY)
+    story.tick(10)
+    idle(story)
+    weak = story.file(ask("weak", gpus=4, at_least=4, claim_class="scavenger"))
+    story.train(weak)
+    assert story.loop.book.orders.spillway is Spillway.CLOSED
+    strong = story.file(ask("strong", gpus=4, at_least=4, claim_class="urgent"))
+    story.until(strong, ClaimState.GRANTED)
+    assert story.loop.book.orders.spillway is Spillway.OPEN
+
+
 def test_only_as_many_leave_as_the_overflow_needs() -> None:
     story = Story(policy=POLICY, fleet=FakeFleet(slots=dict.fromkeys(NINE, 2)))
     story.tick(10)
@@ -329,3 +354,19 @@ def test_a_claim_that_has_waited_for_the_dwell_time_itself_gets_them_at_once() -
     story.phases[first] = GangPhase.FINISHED
     story.until(second, ClaimState.GRANTED, 60)
     assert max(pool.running for pool in story.fleet.pools.values()) == 0, "they went from one to the other"
+
+
+def test_nobody_leaves_in_the_stead_of_nodes_that_rest() -> None:
+    policy = POLICY.model_copy(update={"claims": ClaimsSpec(classes=CLASSES, dwell_s=20.0)})
+    story = Story(policy=policy)
+    story.tick(10)
+    idle(story)
+    scavenger = story.file(ask("scavenger", gpus=2, at_least=2, claim_class="scavenger"))
+    story.train(scavenger)
+    first = story.file(ask("first", gpus=4, at_least=4))
+    story.train(first)
+    story.phases[first] = GangPhase.FINISHED
+    story.until(first, ClaimState.DONE)
+    second = story.file(ask("second", gpus=2, at_least=2))
+    story.until(second, ClaimState.GRANTED)
+    assert states(story, scavenger) == ["running"]

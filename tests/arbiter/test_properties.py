@@ -255,7 +255,7 @@ def test_cut_off_after_any_act_the_same_end_is_reached(
         claims = {"run": story.file(ask(gpus=4, at_least=2))}
         if trouble is stronger_claim:
             claims = {"run": story.file(ask(gpus=6, at_least=6))}
-        for _ in range(200):
+        for _ in range(90):
             trouble(story, claims)
             tick(story)
         story.phases[claims["run"]] = GangPhase.FINISHED

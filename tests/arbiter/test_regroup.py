@@ -11,6 +11,7 @@ from tidegate.arbiter.book import ClaimState, group_name
 from tidegate.arbiter.messages import GangPhase, GangReport
 from tidegate.arbiter.placement import DOMAIN_LABEL
 from tidegate.ids import ClaimId, Generation, NodeId, Tier, pool_name
+from tidegate.spec.policy import PurseSpec
 from tidegate.testing.fake_fleet import FakeFleet
 
 A, B, C, D, E = (NodeId(letter * 56) for letter in "abcde")
@@ -191,6 +192,17 @@ def test_a_draining_node_is_saved_from_and_swapped_before_it_goes(spare: Story) 
     assert granted(spare, claim) == {A: 2, C: 2}
 
 
+def test_a_node_with_a_verdict_against_the_whole_is_no_place_for_a_gang_though_a_gpu_of_it_is_well() -> None:
+    story = Story(fleet=fleet(A, B))
+    story.lost.add(gpu(A, 0))
+    story.tick(10)
+    claim = story.file(ask(gpus=4, at_least=2))
+    story.train(claim)
+    assert granted(story, claim) == {B: 2}
+    assert story.claim(claim).attempt == 1, "it was placed there first"
+    assert story.fleet.pools[A].running == 1
+
+
 def test_a_node_that_drains_is_no_place_for_a_gang() -> None:
     story = Story(fleet=fleet(A, B))
     story.fleet.drains[A] = story.clock.now_s() + 60.0
@@ -232,6 +244,34 @@ def test_a_cooled_gpu_comes_back_at_the_next_checkpoint_under_the_same_group() -
     story.tick(10)
     assert len(story.gang(claim).report(story.clock.now_s()).gpus) == 4
     assert story.claim(claim).state is ClaimState.RUNNING, "it did not have to form again"
+
+
+def test_an_arbiter_that_has_just_come_back_waits_for_the_names_of_the_gpus() -> None:
+    """Its first look shows nodes, but no agent has said yet which GPUs they have."""
+    story = Story(fleet=fleet(A, B))
+    claim = running(story)
+    story.hot.add(gpu(B, 1))
+    story.tick(10)
+    before = story.claim(claim).grant
+    waiting = story.file(ask("waiting", gpus=4, at_least=3))
+    story.restart()
+    story.silent_agents = True
+    story.tick(10)
+    assert story.claim(claim).grant == before, "it gave GPUs whose names it does not know"
+    story.silent_agents = False
+    story.tick(10)
+    assert story.claim(claim).grant == before
+    story.loop.release(claim, "enough")
+    story.until(waiting, ClaimState.DRAINING, 1000)
+    story.restart()
+    story.silent_agents = True
+    story.tick(10)
+    assert story.claim(waiting).state is ClaimState.DRAINING
+    story.silent_agents = False
+    story.until(waiting, ClaimState.GRANTED)
+    grant = story.claim(waiting).grant
+    assert grant is not None
+    assert all(g.startswith("GPU-") for node in grant.nodes for g in node.gpus)
 
 
 def test_a_hot_gpu_gives_no_reason_to_take_another_node(spare: Story) -> None:
@@ -311,6 +351,37 @@ def test_growing_leaves_serving_its_floor() -> None:
     story.tick(50)
     assert len(story.claim(claim).nodes) == 3
     assert sum(pool.running for pool in story.fleet.pools.values()) == 2
+
+
+@pytest.mark.parametrize(
+    ("whole", "at_least", "ends"),
+    [(True, 4, {B: 2, C: 2}), (True, 2, {B: 2, C: 2}), (False, 4, {A: 1, B: 2, C: 2}), (False, 2, {A: 1, B: 2})],
+)
+def test_a_gpu_that_goes_bad_while_the_claim_drains_is_not_granted(
+    spare: Story, whole: bool, at_least: int, ends: dict[NodeId, int]
+) -> None:
+    spare.gateway_follows = False
+    spare.tick(10)
+    claim = spare.file(ask(gpus=4, at_least=at_least))
+    spare.until(claim, ClaimState.DRAINING)
+    (spare.lost if whole else spare.hot).add(gpu(A, 0))
+    spare.gateway_follows = True
+    spare.train(claim)
+    assert granted(spare, claim) == ends
+    gives = [move.grant for move in spare.journal.moves if move.kind == "give"]
+    assert [{n.node: len(n.gpus) for n in grant.nodes} for grant in gives] == [ends], "another grant was given before"
+
+
+def test_over_budget_no_busy_gpu_is_taken_for_a_lost_node() -> None:
+    story = Story(
+        policy=WITH_PROVIDER.model_copy(update={"purse": PurseSpec(per_hour_usd=1.0)}), fleet=fleet(A, B, C, D)
+    )
+    claim = running(story)
+    story.gateway_says["spent_usd_total"] = 2.0
+    story.fleet.lose(B)
+    story.until(claim, ClaimState.DRAINING)
+    story.until(claim, ClaimState.RUNNING)
+    assert granted(story, claim) == {A: 2}
 
 
 def test_a_shape_takes_so_many_gpus_of_each_node_and_one_domain() -> None:

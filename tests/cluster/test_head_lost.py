@@ -165,7 +165,6 @@ def test_the_head_is_lost_and_comes_back(stage: Stage) -> None:
         step, answered = stage.step(), said["answered"]
         stage.cluster.kill_head()
         killed_s = time.monotonic()
-        assert stage.cluster.head_processes() == ()
         wait_until(
             lambda: time.monotonic() > killed_s + AWAY_S and said["answered"] > answered + 10 and stage.step() > step,
             60,

@@ -42,11 +42,12 @@ if __name__ == "__main__":
     forkserver.ensure_running()  # unmarked, like a node's warm one
     os.environ[AGENT_MARK] = name
     start_undertaker(AGENT_MARK, name)
+    own = subprocess.Popen(["sleep", "300"])  # as a forkserver of its own would be
     here, there = context.Pipe()
     ranks = [context.Process(target=rank, args=(name, there)) for _ in range(2)]
     for one in ranks:
         one.start()
-    tell(ranks=[here.recv() for _ in ranks], forkserver=forkserver._forkserver._forkserver_pid)
+    tell(ranks=[here.recv() for _ in ranks], own=own.pid)
     for line in sys.stdin:  # told to end its generation
         for one in ranks:
             one.kill()
@@ -66,7 +67,7 @@ class Agent:
             [sys.executable, str(script), self.name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         told = self.told()
-        self.forkserver: int = told["forkserver"]
+        self.own: int = told["own"]
         self.ranks = [pids[0] for pids in told["ranks"]]
         self.orphans = [pid for pids in told["ranks"] for pid in pids[1:]]
 
@@ -99,7 +100,8 @@ def test_no_child_of_a_rank_outlives_a_killed_agent(agent: Agent) -> None:
     agent.process.send_signal(signal.SIGKILL)
     wait_until(lambda: not any(map(runs, agent.ranks)), 10, "the ranks end")
     wait_until(lambda: not any(map(runs, agent.orphans)), 10, "their children end")
-    wait_until(lambda: carriers(AGENT_MARK, agent.name) == (), 10, "nothing of the agent is left")
+    wait_until(lambda: not runs(agent.own), 10, "so does what the agent itself has started")
+    assert carriers(AGENT_MARK, agent.name) == ()
 
 
 def test_no_child_of_a_rank_outlives_its_generation(agent: Agent) -> None:
@@ -110,7 +112,7 @@ def test_no_child_of_a_rank_outlives_its_generation(agent: Agent) -> None:
     assert all(map(runs, agent.orphans)), "nothing has ended them yet"
     assert agent.end_generation() == {"left": []}
     assert not any(map(runs, agent.orphans))
-    assert runs(agent.forkserver), "the warm forkserver serves the next generation"
+    assert runs(agent.own), "what the agent itself has started serves the next generation"
     assert agent.process.poll() is None
 
 

@@ -159,7 +159,7 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Room]:
         gpus_per_node=(2, 2, 2),
         head_cpus=2,
         node_cpus=1,
-        environment={"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])},
+        environment={"OMP_NUM_THREADS": "1"},
     )
     with local:
         ray.init(address=local.address, namespace=NAMESPACE, log_to_driver=False)

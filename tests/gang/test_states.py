@@ -367,6 +367,14 @@ def test_all_ranks_done_is_the_end(running: Life) -> None:
     assert running.gang.reason == "all 10 steps are done"
 
 
+def test_a_run_whose_steps_were_all_done_ends_without_doing_one() -> None:
+    """Started again from the last step's checkpoint, its ranks go straight to the export."""
+    life = Life()
+    life.join()
+    life.beat(-1, all_ranks={"exit_code": 0, "phase": "done"})
+    assert (life.gang.status, life.gang.reason) == (Status.FINISHED, "all 10 steps are done")
+
+
 def test_a_stop_is_told_and_named_at_the_end(running: Life) -> None:
     running.happen(StopAsked(reason="the job was stopped"))
     assert running.reply().stop

@@ -15,12 +15,17 @@ import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.v2._internal import constants
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
 from ray.train.v2._internal.execution.controller.controller import TrainController
+from ray.train.v2._internal.execution.failure_handling import FailureDecision, FailurePolicy
 from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision, ScalingPolicy
 from ray.train.v2._internal.execution.worker_group.placement_group_handle import DefaultPlacementGroupHandle
 from ray.train.v2._internal.execution.worker_group.worker_group import WorkerGroup
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+from ray.train.v2.api.exceptions import ControllerError
 
+from tidegate.gang import trainer
+from tidegate.gang.host import SETTINGS
 from tidegate.gang.trainer import NodeTrainer
 
 CONTROLLER_ARGUMENTS = {"train_fn_ref", "scaling_policy", "failure_policy", "train_run_context", "callbacks"}
@@ -107,10 +112,31 @@ def test_a_scaling_policy_decides_how_many_workers_each_start_has() -> None:
     assert not NoopDecision.__dataclass_fields__
     wanted = {"make_decision_for_non_running_worker_group", "make_decision_for_running_worker_group"}
     assert wanted <= set(ScalingPolicy.__abstractmethods__)
+    ours = policies()["_GrantScaling"]
+    assert not ours.__abstractmethods__, "Ray asks a policy for more than it did"
+    # Ray's own would tell its autoscaler to count these GPUs twice: the arbiter's group is the demand.
+    for name in ("after_controller_start", "before_controller_shutdown", "before_controller_abort"):
+        assert getattr(ScalingPolicy, name) is not getattr(ours, name)
+
+
+def test_a_failure_policy_decides_whether_it_goes_on() -> None:
+    """Trap 3: with Ray's own a controller's error ends the run once its limit is reached."""
+    assert calling(TrainController, "make_decision")
+    ours = policies()["_KeepGoing"]
+    assert issubclass(ours, FailurePolicy)
+    assert not ours.__abstractmethods__
+    failed = ours(FailureConfig()).make_decision(ControllerError(WorkerGroupStartupFailedError("a node is gone")))
+    assert failed is FailureDecision.RETRY
+    nobody = ours(FailureConfig()).make_decision(ControllerError(trainer.NobodyLeadsError("gone")))
+    assert nobody is FailureDecision.RAISE
+
+
+def policies() -> dict[str, Any]:
+    return {name: found for name, found in vars(trainer).items() if inspect.isclass(found)}
 
 
 def test_the_settings_that_we_give_are_still_settings() -> None:
-    assert constants.HEALTH_CHECK_INTERVAL_S_ENV_VAR == "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"
+    assert {constants.HEALTH_CHECK_INTERVAL_S_ENV_VAR, constants.ENABLE_PREEMPTION_WATCHER_ENV_VAR} == set(SETTINGS)
     assert FailureConfig(max_failures=-1).max_failures == -1
     assert "name" in parameters(RunConfig)
     assert {"num_workers", "use_gpu", "resources_per_worker"} <= set(parameters(ScalingConfig))

@@ -237,7 +237,8 @@ def test_what_was_spent_and_made_is_told(street: Street, stand_in: StandIn) -> N
         assert made.images_per_s == pytest.approx(1.0)
         assert made.busy_replicas == pytest.approx(0.01)
 
-    assert street.run(story, Pools(), stand_in.spec()).totals()["price_usd"] == pytest.approx(0.03)
+    totals = street.run(story, Pools(), stand_in.spec()).totals()
+    assert (totals["price_usd"], totals["canaries"], totals["sent"]) == (pytest.approx(0.03), 2, 2)
 
 
 def test_first_come_first_served(street: Street) -> None:

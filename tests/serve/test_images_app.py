@@ -36,6 +36,15 @@ def test_the_yaml_is_what_serve_deploy_takes(images: ModuleType) -> None:
     assert images.build.__annotations__["args"] is images.ImagesArgs  # a string here would hand `build` a plain dict
 
 
+@pytest.mark.parametrize(
+    ("share", "said"), [(0.6, "6 need 6 GPUs, not 4"), (0.4, "6 need 3 GPUs"), (2, "holds one replica")]
+)
+def test_shares_of_a_gpu_are_refused_with_the_numbers(images: ModuleType, share: float, said: str) -> None:
+    """C034: six replicas of 0.6 GPU need six GPUs, not the four that their sum suggests."""
+    with pytest.raises(ValueError, match=said):
+        images.ImagesArgs(weights="w", gpus_per_replica=share)
+
+
 def test_a_misspelt_argument_is_refused(images: ModuleType) -> None:
     with pytest.raises(ValueError, match="gatewais"):
         images.ImagesArgs(weights="w", gatewais=2)

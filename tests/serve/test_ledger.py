@@ -55,6 +55,7 @@ def test_totals_over_two_gateways(tmp_path: Path) -> None:
         "open": 1,
         "images": 3,
         "attempts": 3,
+        "canaries": 0,
         "price_usd": 0.04,
         "compute_s": 0.25,
     }

@@ -401,4 +401,5 @@ def test_every_request_ended_once(room: Room) -> None:
     assert totals["local"] > 0
     assert totals["spilled"] > 0
     assert totals["compute_s"] > 0
-    assert totals["price_usd"] == pytest.approx(0.01 * totals["spilled"])
+    assert totals["canaries"] == 2
+    assert totals["price_usd"] == pytest.approx(0.01 * (totals["spilled"] + totals["canaries"]))

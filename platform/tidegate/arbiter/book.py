@@ -114,7 +114,7 @@ class Book:
     raised_at_s: float = 0.0
     """When a pool's target was raised last."""
     released_at_s: Mapping[NodeId, float] = field(default_factory=dict)
-    """When a claim gave a node back to serving, last."""
+    """When a claim let a node go, last."""
     quarantines: Mapping[Hold, Quarantine] = field(default_factory=dict)
     imposed_at_s: Mapping[str, Mapping[NodeId, float]] = field(default_factory=dict)
     """Rule -> nodes that it took out lately, and when last."""
@@ -279,9 +279,9 @@ def _with_claim(book: Book, claim: Claim) -> Book:
 
 
 def _releasing(book: Book, claim: Claim, at_s: float) -> Book:
-    """The book with the changed claim; nodes that nobody holds any more have come back to serving now."""
-    before = book.claims[claim.id].held
+    """The book with the changed claim; the nodes that it lets go have changed hands now."""
+    let_go = set(book.claims[claim.id].held).difference(claim.held)
     after = _with_claim(book, claim)
-    let_go = set(before).difference(claim.held)
-    released = {node: at_s for node in before if node in let_go and node not in after.holders}
-    return replace(after, released_at_s={**book.released_at_s, **released}) if released else after
+    if not let_go:
+        return after
+    return replace(after, released_at_s={**book.released_at_s, **dict.fromkeys(let_go, at_s)})

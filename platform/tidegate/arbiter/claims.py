@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tidegate.arbiter import pools, purse
+from tidegate.arbiter import pools
 from tidegate.arbiter.book import (
     HOLDING,
     Claim,
@@ -15,16 +15,19 @@ from tidegate.arbiter.book import (
     group_name,
 )
 from tidegate.arbiter.drain import close, drain
-from tidegate.arbiter.grants import give, unknown_memory
-from tidegate.arbiter.messages import GangPhase, OverBudget
+from tidegate.arbiter.grants import give, is_listed, unknown_memory
+from tidegate.arbiter.messages import GangPhase
 from tidegate.arbiter.placement import Placement
 from tidegate.arbiter.preemption import leave, preempted, reclaim, victims
-from tidegate.arbiter.regroup import again, regroup
+from tidegate.arbiter.regroup import again, regroup, unfit
 from tidegate.arbiter.search import resting, search
 from tidegate.arbiter.situation import NOTHING, Moves, Situation, advance, named, note
 from tidegate.arbiter.states import WAITING
 from tidegate.arbiter.view import GroupState
 from tidegate.ids import pool_name
+
+REPORTS_WAITED_FOR = 3
+"""After a restart a grant waits so many of the health agents' periods for their first reports."""
 
 
 def claim_moves(s: Situation) -> Moves:
@@ -91,7 +94,7 @@ def queued(s: Situation, claim: Claim, waiting: Sequence[Claim]) -> Moves:
     if found is None:
         return note(s, claim, _why_not(s, claim))
     placement, leaving = found
-    over = over_budget(s) if s.policy.purse.over_budget == "wait" else None
+    over = s.over_budget if s.policy.purse.over_budget == "wait" else None
     if over is not None and s.replicas_on(placement.nodes) > 0:
         other = search(s, claim, may_move_serving=False)
         if other is None:
@@ -111,10 +114,6 @@ def find(s: Situation, claim: Claim) -> tuple[Placement, tuple[Claim, ...]] | No
         return free, ()
     # Nodes that rest will be there soon: nobody leaves in their stead.
     return victims(s, claim) if not resting(s, claim) else None
-
-
-def over_budget(s: Situation) -> OverBudget | None:
-    return purse.over_budget(purse.spent(s.book.purse, s.view.gateways, s.now_s), s.policy.purse, s.now_s)
 
 
 def _why_not(s: Situation, claim: Claim) -> str:
@@ -168,9 +167,9 @@ def _draining(s: Situation, claim: Claim, over: str | None) -> Moves:
     if over is not None:
         moves, said = advance(s, claim, ClaimState.UNDONE, f"released: {over}")
         return (*moves, remove), said
-    unfit = [n for n in claim.nodes if n not in s.view.nodes or s.view.nodes[n].drains_by_s is not None]
-    if unfit:
-        return again(s, claim, f"node {unfit[0][:12]} is {'drained' if unfit[0] in s.view.nodes else 'gone'}")
+    changed = unfit(s, claim)
+    if changed is not None:
+        return again(s, claim, changed)
     if s.is_late(claim):
         why = f"not ready within {s.deadline_s(claim):.0f} s"
         if unknown := unknown_memory(s, claim):
@@ -182,6 +181,9 @@ def _draining(s: Situation, claim: Claim, over: str | None) -> Moves:
         slots = s.view.nodes[claim.nodes[0]].gpu_slots
         return (CreateGroup(claim=claim.id, nodes=claim.nodes, gpus_per_node=slots),), "the reservation is missing"
     if group is GroupState.READY:
+        settles_s = REPORTS_WAITED_FOR * s.policy.health.period_s
+        if s.view.up_for_s < settles_s and not all(is_listed(s, node) for node in claim.nodes):
+            return NOTHING  # the GPUs' names come with the agents' reports
         if unknown := unknown_memory(s, claim):
             return note(s, claim, unknown)
         moves, said = advance(s, claim, ClaimState.GRANTED, "replicas have left, the gang's nodes are held")

@@ -31,8 +31,8 @@ from tidegate.spec.policy import Policy
 ACTOR_NAME = "arbiter"
 NAMESPACE = "tidegate"
 ON_HEAD = {"node:__internal_head__": 0.001}
-"""Resources that put an actor on the head: Ray gives this one to whichever node is the head now, so the actor comes back
-on a restarted head too, which has a new node id."""
+"""Resources that put an actor on the head: Ray gives this one to whichever node is the head now, so the actor comes
+back on a restarted head too, which has a new node id."""
 
 
 class ArbiterClient:
@@ -41,6 +41,7 @@ class ArbiterClient:
     def __init__(self, timeout_s: float = 5.0) -> None:
         self._timeout_s = timeout_s
         self._actor: Any = None
+        self._finding: asyncio.Future[Any] | None = None
 
     # A room that reports
 
@@ -125,7 +126,7 @@ class ArbiterClient:
     async def _ask(self, method: str, *args: object) -> Any:
         try:
             if self._actor is None:
-                self._actor = ray.get_actor(ACTOR_NAME, namespace=NAMESPACE)
+                self._actor = await self._find()
             return await asyncio.wait_for(getattr(self._actor, method).remote(*args), self._timeout_s)
         except ray.exceptions.RayTaskError as error:
             # `cause` is the error as it was raised; what Ray raises prints the arbiter's traceback with it.
@@ -133,5 +134,14 @@ class ArbiterClient:
                 raise error.cause from None
             raise
         except (ValueError, ray.exceptions.RayError, TimeoutError) as error:
-            self._actor = None
+            # A restarted arbiter answers by the same handle; only one that is gone for good must be looked up anew.
+            if isinstance(error, ray.exceptions.ActorDiedError):
+                self._actor = None
             raise NoArbiterError(str(error) or type(error).__name__) from None
+
+    async def _find(self) -> Any:
+        """In a thread, one at a time: Ray's lookup blocks while the head is away, and gateways must go on answering."""
+        if self._finding is None or self._finding.done():
+            lookup = asyncio.to_thread(ray.get_actor, ACTOR_NAME, namespace=NAMESPACE)
+            self._finding = asyncio.ensure_future(lookup)
+        return await asyncio.wait_for(asyncio.shield(self._finding), self._timeout_s)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from tidegate.arbiter import pools, purse
 from tidegate.arbiter.book import HOLDING, Advance, Book, Claim, ClaimState, Move, Route, Shed, Spend
-from tidegate.arbiter.claims import claim_moves, find, over_budget, queued
+from tidegate.arbiter.claims import claim_moves, find, queued
 from tidegate.arbiter.messages import ClaimSpec, Spillway
 from tidegate.arbiter.quarantines import quarantine_moves
 from tidegate.arbiter.situation import NOTHING, Moves, Situation
@@ -51,7 +51,7 @@ def _purse(s: Situation) -> Moves:
     if totals:
         new_usd = sum(purse.uncounted(s.book.purse, s.view.gateways).values())
         moves.append(Spend(totals_usd=totals, reason=f"${new_usd:.4f} paid to providers", at_s=s.now_s))
-    over = over_budget(s) if s.policy.purse.over_budget == "shed" else None
+    over = s.over_budget if s.policy.purse.over_budget == "shed" else None
     if over != s.book.orders.over_budget:
         moves.append(Shed(over_budget=over))
     return tuple(moves), over.reason if over is not None else "the purse is counted"

@@ -21,10 +21,11 @@ def close(s: Situation, claim: Claim, nodes: Collection[NodeId]) -> tuple[Move, 
     """Orders that keep requests off these nodes; none where they are kept off already."""
     pools = s.pools_on(nodes)
     orders = s.book.orders
-    if all(orders.allowances.get(pool) == 0 and s.book.targets.get(pool) == 0 for pool in pools):
-        return ()
     # What a class below serving gets was idle: no overflow comes of it.
-    spillway = Spillway.OPEN if s.is_above_serving(claim) else orders.spillway
+    spillway = Spillway.OPEN if pools and s.is_above_serving(claim) else orders.spillway
+    closed = all(orders.allowances.get(pool) == 0 and s.book.targets.get(pool) == 0 for pool in pools)
+    if closed and spillway is orders.spillway:
+        return ()
     return (
         Route(
             spillway=spillway,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 
 from tidegate.arbiter.book import Claim, Give, group_name
 from tidegate.arbiter.messages import Grant, GrantedNode
@@ -16,10 +16,16 @@ def gpus_on(s: Situation, claim: Claim, node: NodeId) -> tuple[GpuId, ...]:
     return fit_gpus(s.view, s.book, s.view.nodes[node], Tier.GANG)[: claim.spec.gpus_per_node]
 
 
-def fit_on(s: Situation, claim: Claim, nodes: Collection[NodeId]) -> int:
-    """How many these are on all of them."""
-    most = claim.spec.gpus_per_node or 10**9
-    return sum(min(count_fit(s.view, s.book, s.view.nodes[node], Tier.GANG), most) for node in nodes)
+def fit_on(s: Situation, claim: Claim, node: NodeId) -> int:
+    """How many these are."""
+    fit = count_fit(s.view, s.book, s.view.nodes[node], Tier.GANG)
+    return fit if claim.spec.gpus_per_node is None else min(fit, claim.spec.gpus_per_node)
+
+
+def is_listed(s: Situation, node: NodeId) -> bool:
+    """Whether an agent has named the node's GPUs. An arbiter that has just come back does not know them yet."""
+    report = s.view.health.get(node)
+    return report is not None and bool(report.gpus)
 
 
 def give(s: Situation, claim: Claim) -> Give:
@@ -39,28 +45,27 @@ def give(s: Situation, claim: Claim) -> Give:
     )
 
 
-def give_again(s: Situation, claim: Claim) -> Moves:
+def give_again(s: Situation, claim: Claim, fit: Mapping[NodeId, int]) -> Moves:
     """A grant of the same placement group where other GPUs are fit now: one has cooled, or is out.
 
-    A node that is to be swapped is left as it was: its gang is told by name to leave it.
+    A node that is to be swapped is left as it was: its gang is told by name to leave it. `fit`: GPUs on each node.
     """
-    grant = claim.grant
-    if grant is None:
+    grant, quarantined = claim.grant, s.book.quarantined
+    if grant is None or not all(is_listed(s, node) for node in claim.nodes):
         return NOTHING
-    if not any(_differs(s, claim, node) for node in grant.nodes):
+    # Of a node against which nothing stands as many GPUs are the same GPUs.
+    if not any(
+        node.gpus != gpus_on(s, claim, node.node) and not is_out(s.book, node.node)
+        if node.node in quarantined
+        else len(node.gpus) != fit[node.node]
+        for node in grant.nodes
+    ):
         return NOTHING
     new = give(s, claim)
     had = {gpu for node in grant.nodes for gpu in node.gpus}
     has = {gpu for node in new.grant.nodes for gpu in node.gpus}
     changes = [*(f"{gpu} is fit again" for gpu in sorted(has - had)), *(f"{gpu} is out" for gpu in sorted(had - has))]
     return (new,), f"{claim.spec.name}: {'; '.join(changes)}"
-
-
-def _differs(s: Situation, claim: Claim, node: GrantedNode) -> bool:
-    """Whether other GPUs of the node are fit than were given. Without a verdict as many are the same ones."""
-    if node.node not in s.book.quarantined:
-        return len(node.gpus) != fit_on(s, claim, (node.node,))
-    return not is_out(s.book, node.node) and node.gpus != gpus_on(s, claim, node.node)
 
 
 def unknown_memory(s: Situation, claim: Claim) -> str | None:

@@ -90,16 +90,19 @@ class ArbiterLoop:
     replicas: dict[str, ReplicaReport] = field(init=False, default_factory=dict)
     _overflow_since_s: float | None = field(init=False, default=None)
     _looked: bool = field(init=False, default=False)
+    _began_s: float = field(init=False)
     _lock: threading.RLock = field(init=False, default_factory=threading.RLock)
     _noted: str = field(init=False, default="")
 
     def __post_init__(self) -> None:
         self.book = self.journal.book()
+        self._began_s = self.clock.now_s()
 
     def tick(self) -> Decision:
         seen = self.fleet.look(self.book)
         with self._lock:
             self.seen, self._looked = seen, True
+            self._watch_overflow()
             view = self.view()
             now_s = self.clock.now_s()
             self.decision = decide(self.book, view, self.policy, now_s)
@@ -121,6 +124,7 @@ class ArbiterLoop:
             gangs=dict(self.gangs),
             gangs_gone=self.seen.gangs_gone,
             replicas=dict(self.replicas),
+            up_for_s=self.clock.now_s() - self._began_s,
             overflow_for_s=0.0 if since_s is None else self.clock.now_s() - since_s,
         )
 

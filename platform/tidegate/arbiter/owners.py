@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from tidegate.arbiter.book import Book, Claim, ClaimState
 from tidegate.arbiter.messages import GangPhase
 from tidegate.arbiter.view import NodeSeen, View, fit_gpus, gpus_of, tier_of
-from tidegate.ids import Tier, pool_name
+from tidegate.ids import GpuId, Tier, pool_name
 from tidegate.telemetry.goodput import Owner
 
 _OF_PHASE: Mapping[GangPhase, Owner] = {
@@ -25,21 +25,21 @@ _OF_PHASE: Mapping[GangPhase, Owner] = {
 def owners(book: Book, view: View) -> dict[str, Owner]:
     """The owner of every GPU of every live node now."""
     found: dict[str, Owner] = {}
+    ranks = {gang.claim: frozenset(gang.gpus) for gang in view.gangs.values()}
     for node in view.nodes.values():
         claim = book.holder_of(node.id)
         if claim is not None and claim.grant is not None and node.id not in claim.joining:
-            found |= _of_gang(book, view, node, claim)
+            found |= _of_gang(book, view, node, claim, ranks.get(claim.id, frozenset()))
         else:
             found |= _of_serving(book, view, node, claim)
     return found
 
 
-def _of_gang(book: Book, view: View, node: NodeSeen, claim: Claim) -> dict[str, Owner]:
+def _of_gang(book: Book, view: View, node: NodeSeen, claim: Claim, ranks: frozenset[GpuId]) -> dict[str, Owner]:
     gang = view.gangs.get(claim.id)
     phase = _OF_PHASE[gang.phase] if gang is not None else Owner.FORMING
     if claim.state is ClaimState.PREEMPTED:  # what it still does is for leaving
         phase = Owner.FINISHING
-    ranks = set(gang.gpus) if gang is not None else set()
     return {
         gpu.uuid: Owner.QUARANTINED
         if gpu.uuid not in ranks and tier_of(book, node.id, gpu.uuid) is not Tier.GANG

@@ -32,6 +32,7 @@ def quarantine_moves(book: Book, view: View, brake: FleetBrakeSpec, now_s: float
     standing: dict[Hold, Verdict] = {
         hold_of(verdict): verdict
         for report in view.health.values()
+        if report.verdicts
         for verdict in report.verdicts
         if verdict.action is not Action.WARN
     }

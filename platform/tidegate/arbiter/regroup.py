@@ -38,27 +38,41 @@ NOTICE_REPEAT_S = 2.0
 
 def regroup(s: Situation, claim: Claim) -> Moves:
     """What changes about the nodes of a granted or running claim."""
-    gone = [node for node in claim.nodes if node not in s.view.nodes]
+    nodes, quarantined = s.view.nodes, s.book.quarantined
+    gone = [node for node in claim.nodes if node not in nodes]
     if gone:
         return again(s, claim, f"node {gone[0][:12]} is gone")
     if s.group(claim) is not GroupState.READY:
         return again(s, claim, "its placement group is lost")
-    out = [node for node in claim.nodes if node in s.book.quarantined and is_out(s.book, node)]
-    draining = [node for node in claim.nodes if s.view.nodes[node].drains_by_s is not None]
-    working = [node for node in claim.nodes if node not in out]
-    if fit_on(s, claim, working) < claim.spec.min_gpus:
-        return again(s, claim, f"{fit_on(s, claim, working)} fit GPUs are left, it needs {claim.spec.min_gpus}")
-    for moves in (_notices(s, claim, draining), _swap_or_grow(s, claim, out, draining), give_again(s, claim)):
+    out = [node for node in claim.nodes if node in quarantined and is_out(s.book, node)]
+    draining = [node for node in claim.nodes if nodes[node].drains_by_s is not None]
+    fit = {node: fit_on(s, claim, node) for node in claim.nodes}
+    left = sum(fit.values()) - sum(fit[node] for node in out)
+    if left < claim.spec.min_gpus:
+        return again(s, claim, f"{left} fit GPUs are left, it needs {claim.spec.min_gpus}")
+    for moves in (_notices(s, claim, draining), _swap_or_grow(s, claim, out, draining), give_again(s, claim, fit)):
         if moves[0]:
             return moves
     return NOTHING
+
+
+def unfit(s: Situation, claim: Claim) -> str | None:
+    """Why a claim that drains can't have the nodes that were chosen for it any more, if so."""
+    for node in claim.nodes:
+        seen = s.view.nodes.get(node)
+        if seen is None or seen.drains_by_s is not None:
+            return f"node {node[:12]} is {'gone' if seen is None else 'drained'}"
+        if node in s.book.quarantined and is_out(s.book, node):
+            return f"a verdict stands against node {node[:12]}"
+    left = sum(fit_on(s, claim, node) for node in claim.nodes)
+    return f"{left} fit GPUs are left, it needs {claim.spec.min_gpus}" if left < claim.spec.min_gpus else None
 
 
 def again(s: Situation, claim: Claim, why: str) -> Moves:
     """Form again at once, on the nodes that are left and the best spare ones; without its minimum it queues again."""
     there = [node for node in (*claim.nodes, *claim.joining) if _is_fit(s, claim, node)]
     keep = tuple(node for node in there if s.view.nodes[node].gpu_slots == s.view.nodes[there[0]].gpu_slots)
-    found = search(s, claim, keep=keep, may_move_serving=_may_move_serving(s))
+    found = search(s, claim, keep=keep, may_move_serving=s.may_spill)
     if found is not None:
         return _form(s, claim, found.nodes, f"{why}; again on {found.reason}")
     moves, said = advance(s, claim, ClaimState.QUEUED, f"{why}; {claim.spec.min_gpus} fit GPUs can't be had now")
@@ -67,16 +81,16 @@ def again(s: Situation, claim: Claim, why: str) -> Moves:
 
 def _swap_or_grow(s: Situation, claim: Claim, out: list[NodeId], draining: list[NodeId]) -> Moves:
     leaving = {*out, *draining}
-    stay = tuple(node for node in claim.nodes if node not in leaving)
-    slots = s.view.nodes[claim.nodes[0]].gpu_slots
-    room = max(nodes_wanted(claim.spec, slots), len(claim.nodes) if leaving else 0) - len(stay)
+    wanted = nodes_wanted(claim.spec, s.view.nodes[claim.nodes[0]].gpu_slots)
+    room = max(wanted - len(claim.nodes), 0) + len(leaving)
     grows = room > 0 and not leaving and claim.state is ClaimState.RUNNING and not _others_wait(s, claim)
     if not leaving and not grows:
         if claim.joining:
             return _join(s, claim, (), "called off: another claim waits, or nothing is missing")
         return NOTHING
-    coming = tuple(node for node in claim.joining if _is_fit(s, claim, node))[: max(0, room)]
-    found = search(s, claim, keep=(*stay, *coming), may_move_serving=_may_move_serving(s))
+    stay = tuple(node for node in claim.nodes if node not in leaving)
+    coming = tuple(node for node in claim.joining if _is_fit(s, claim, node))[:room]
+    found = search(s, claim, keep=(*stay, *coming), may_move_serving=s.may_spill)
     if found is None and grows:
         return NOTHING
     if found is None:  # only a node that drains brings it below its minimum: it works until then
@@ -84,7 +98,7 @@ def _swap_or_grow(s: Situation, claim: Claim, out: list[NodeId], draining: list[
         notice_s = s.now_s + s.policy.claims.preempt_notice_s
         why = f"node {next(iter(leaving))[:12]} must leave, and nothing can take its place"
         return leave(s, claim, why, by_s if by_s < math.inf else notice_s), why
-    new = found.nodes[len(stay) : len(stay) + max(0, room)]
+    new = found.nodes[len(stay) : len(stay) + room]
     why = f"node {sorted(leaving)[0][:12]} leaves" if leaving else f"it may have {claim.spec.max_gpus} GPUs"
     if new != claim.joining:
         return _join(s, claim, new, why)
@@ -159,13 +173,8 @@ def _is_fit(s: Situation, claim: Claim, node: NodeId) -> bool:
         seen is not None
         and seen.drains_by_s is None
         and not is_out(s.book, node)
-        and fit_on(s, claim, (node,)) >= (claim.spec.gpus_per_node or 1)
+        and fit_on(s, claim, node) >= (claim.spec.gpus_per_node or 1)
     )
-
-
-def _may_move_serving(s: Situation) -> bool:
-    """There is no time for canaries: what the gateways know of the providers must do."""
-    return s.way_out or not s.policy.serving.protect
 
 
 def _others_wait(s: Situation, claim: Claim) -> bool:

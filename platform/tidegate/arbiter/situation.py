@@ -9,8 +9,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 
+from tidegate.arbiter import purse
 from tidegate.arbiter.book import Advance, Book, Claim, ClaimState, Move
-from tidegate.arbiter.messages import GangPhase, GangReport, GatewayReport
+from tidegate.arbiter.messages import GangPhase, GangReport, GatewayReport, OverBudget
 from tidegate.arbiter.view import GroupState, View, live_gateways
 from tidegate.ids import ClaimId, NodeId, PoolName, pool_name
 from tidegate.spec.policy import Policy
@@ -45,6 +46,19 @@ class Situation:
             return None
         at_work = sum(pool.ongoing for gateway in self.gateways for pool in gateway.pools)
         return max(sum(gateway.local_busy_replicas for gateway in self.gateways), float(at_work))
+
+    @cached_property
+    def over_budget(self) -> OverBudget | None:
+        """Which budget for overflow is spent, if one is."""
+        spent = purse.spent(self.book.purse, self.view.gateways, self.now_s)
+        return purse.over_budget(spent, self.policy.purse, self.now_s)
+
+    @cached_property
+    def may_spill(self) -> bool:
+        """Whether serving may give up GPUs without a canary: for a gang that stands still there is no time for one."""
+        if self.over_budget is not None and self.policy.purse.over_budget == "wait":
+            return False
+        return self.way_out or not self.policy.serving.protect
 
     @cached_property
     def open_claims(self) -> tuple[Claim, ...]:

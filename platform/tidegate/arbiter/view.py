@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -65,6 +66,8 @@ class View:
     replicas: Mapping[str, ReplicaReport] = field(default_factory=dict)
     leaked: Mapping[str, ClaimId] = field(default_factory=dict)
     """Placement groups of ours that are no claim's present one, and whose they were."""
+    up_for_s: float = math.inf
+    """Since when this arbiter hears reports: one that has just come back has not heard all."""
     overflow_for_s: float = 0.0
     """For how long, without a pause, requests have waited or gone to providers."""
 

@@ -39,14 +39,17 @@ class Serve:
 
     def apps(self) -> dict[str, dict[str, Any]]:
         """Name -> what Serve says of it; empty where Serve does not run."""
-        apps: dict[str, dict[str, Any]] = self._client.get_serve_details().get("applications", {})
+        try:
+            apps: dict[str, dict[str, Any]] = self._client.get_serve_details().get("applications", {})
+        except (OSError, RuntimeError) as error:
+            raise AppError(f"the dashboard does not say what Serve runs: {error}") from None
         return apps
 
     def deploy(self, config: ServeDeploySchema) -> None:
         """Raises AppError when Serve refuses."""
         try:
             self._client.deploy_applications(config.model_dump(exclude_unset=True, mode="json"))
-        except RuntimeError as error:
+        except (OSError, RuntimeError) as error:
             raise AppError(f"Serve refuses the deployment: {error}") from None
 
 

@@ -58,7 +58,7 @@ def node_table(found: Mapping[str, Any]) -> Table:
             owner = gpu["owner"]
             table.add_row(
                 name,
-                f"{gpu['index']} {gpu['gpu'][:12]}",
+                f"{gpu['index']} {gpu['gpu'][:16]}",
                 gpu["tenant"],
                 Text(words_of(owner), style=STYLE.get(owner, "")),
                 f"{celsius:.0f}" if celsius is not None else "?",
@@ -71,7 +71,9 @@ def node_table(found: Mapping[str, Any]) -> Table:
     return table
 
 
-def virtual_table(found: Mapping[str, Any]) -> Table:
+def virtual_table(found: Mapping[str, Any]) -> Table | Text:
+    if not virtual_nodes(found):
+        return Text("no virtual nodes: no gateway reports a provider")
     table = _table("virtual nodes", "provider", "state", "slots", "$ an image", "latency", "spent")
     for row in virtual_nodes(found):
         latency = f"{row['latency_s']:.2f} s" if row["latency_s"] is not None else "?"

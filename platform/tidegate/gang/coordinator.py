@@ -51,8 +51,12 @@ log = logging.getLogger(__name__)
 
 JOURNAL = "gang.jsonl"
 REPORT_EVERY_S = 0.5
+GRANT_EVERY_S = 0.1
+"""While it waits for a grant that is being made, for as long as that is likely."""
+GRANT_SOON_S = 10.0
 FORMATION_EVERY_S = 0.05
 AWAIT_TRAIN_S = 0.1
+SPARE_AGAIN_S = 2.0
 WARM_SPARES = 4
 """Nodes beside the gang's own where torch is imported, should it have to move there."""
 TRAIN_END_PATIENCE_S = 5.0
@@ -228,11 +232,11 @@ class Coordinator:
         self._keep(replace(self._kept, led=train))
         node: NodeId = await asyncio.wait_for(host.ready.remote(), self._spec.join_deadline_s)
         led = asyncio.ensure_future(self._await(host.lead.remote(self._job(), train)))
+        spare: asyncio.Task[None] | None = None
         try:
-            spare = None
             while self._is_live() and self._train() == train:
                 if spare is None and self._status() is Status.RUNNING:
-                    spare = await self._host(train + 1, node)
+                    spare = asyncio.ensure_future(self._keep_spare(train + 1, node))
                     await asyncio.to_thread(self._warm, spare_nodes(self._grant(), WARM_SPARES))
                 if (await asyncio.wait({led}, timeout=AWAIT_TRAIN_S))[0]:
                     break
@@ -245,6 +249,17 @@ class Coordinator:
                     await asyncio.wait_for(asyncio.shield(led), TRAIN_END_PATIENCE_S)
         finally:
             led.cancel()
+            if spare is not None:
+                spare.cancel()
+
+    async def _keep_spare(self, train: int, leader: NodeId) -> None:
+        """The next controller stands by, on another node than the one that leads; one that dies is replaced."""
+        while True:
+            try:
+                await (await self._host(train, leader)).stand_by.remote()
+            except ray.exceptions.RayError as error:
+                log.warning("the spare Train controller has ended: %s", error)
+            await asyncio.sleep(SPARE_AGAIN_S)
 
     async def _await(self, reference: Any) -> Any:
         return await reference
@@ -282,8 +297,10 @@ class Coordinator:
                         self._happen(LeaveAsked(reason=orders.leave, by_s=orders.leave_by_s))
                 except NoArbiterError as error:
                     log.warning("%s", error)
+            lost_s = gang.fault_at_s if gang is not None and not gang.grant_stands else None
+            waits = lost_s is not None and time.time() - lost_s < GRANT_SOON_S
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), REPORT_EVERY_S)
+                await asyncio.wait_for(self._changed.wait(), GRANT_EVERY_S if waits else REPORT_EVERY_S)
             self._changed.clear()
 
     # Small pieces

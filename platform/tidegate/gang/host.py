@@ -57,6 +57,10 @@ class TrainHost:
         """Its node, once its imports are done."""
         return NodeId(ray.get_runtime_context().get_node_id())
 
+    async def stand_by(self) -> None:
+        """Doesn't return: whoever waits for it hears of this process's end."""
+        await asyncio.Event().wait()
+
     async def lead(self, job: AgentJob, train: int) -> str | None:
         """Run Ray Train until the gang has ended; why it failed, None where it did not. A second call joins the
         first: a coordinator that comes back waits for what it had started."""

@@ -14,7 +14,7 @@ from tidegate.serve.api import ApiError
 from tidegate.serve.backends import Backends
 from tidegate.serve.demand import Demand
 from tidegate.serve.dispatch import Dispatcher
-from tidegate.serve.ledger import Attempt, AttemptOutcome, Ledger
+from tidegate.serve.ledger import CANARY, Attempt, AttemptOutcome, Ledger
 from tidegate.serve.providers.base import ImageProvider, ProviderAmbiguousError, ProviderRefusedError
 from tidegate.serve.routing import Reject, RouteRequest, ToLocal, ToProvider
 from tidegate.serve.work import EngineFailedError, ImageJob, Made, PoolBusyError, PoolLostError
@@ -192,7 +192,7 @@ class Flow:
 
     async def _canary(self, canary: str, name: ProviderName, job: ImageJob) -> CanaryResult:
         started_at_s = self._clock.now_s()
-        job = replace(job, request=type(job.request)(f"canary-{canary}-{name}"))
+        job = replace(job, request=RequestId(f"{CANARY}{canary}-{name}"))
         walk = _Walk(job, _canary_route(job, started_at_s, self._backends.timeout_s(name)))
         outcome = AttemptOutcome.ANSWERED
         try:

@@ -19,6 +19,9 @@ from tidegate.ids import GatewayId, RequestId
 
 FLUSH_S = 0.5
 
+CANARY = "canary-"
+"""How the request ids of canaries begin."""
+
 _LOG = logging.getLogger(__name__)
 
 _SCHEMA = """
@@ -235,8 +238,8 @@ def read_rows(folder: Path) -> Iterator[RequestRow]:
 def read_totals(folder: Path, since_s: float = 0.0, until_s: float = 1e12) -> dict[str, float]:
     """Sums over all gateways' files in `folder`, of requests accepted (and attempts started) between two times.
 
-    `sent` = `local` + `spilled` + `refused` + `cancelled` + `failed` + `open`; besides `images`, `attempts`,
-    `price_usd` and `compute_s`.
+    `sent` = `local` + `spilled` + `refused` + `cancelled` + `failed` + `open`; besides `images`, `attempts` (`canaries`
+    are among them: no client's request, but paid for), `price_usd` and `compute_s`.
     """
     names = ("sent", "local", "spilled", "refused", "cancelled", "failed", "open", "images")
     query = (
@@ -247,9 +250,10 @@ def read_totals(folder: Path, since_s: float = 0.0, until_s: float = 1e12) -> di
         " coalesce(sum(outcome = 'failed'), 0), coalesce(sum(outcome IS NULL), 0), coalesce(sum(images), 0)"
         " FROM requests WHERE accepted_at_s >= ? AND accepted_at_s < ?"
     )
-    cost_names = ("attempts", "price_usd", "compute_s")
+    cost_names = ("attempts", "canaries", "price_usd", "compute_s")
     costs = (
-        "SELECT count(*), coalesce(sum(price_usd), 0.0), coalesce(sum(compute_s), 0.0)"
+        f"SELECT count(*), coalesce(sum(request_id LIKE '{CANARY}%'), 0),"
+        " coalesce(sum(price_usd), 0.0), coalesce(sum(compute_s), 0.0)"
         " FROM attempts WHERE started_at_s >= ? AND started_at_s < ?"
     )
     between = (since_s, until_s)

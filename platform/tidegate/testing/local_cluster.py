@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import secrets
 import shutil
@@ -28,9 +29,12 @@ from tidegate.errors import PortInUseError, TidegateError
 from tidegate.processes import carriers, end_family, family
 from tidegate.spec.policy import ClusterSpec, RedisSpec
 
+log = logging.getLogger(__name__)
+
 MARKER = "TIDEGATE_LOCAL_CLUSTER"
 NODE_MARKER = "TIDEGATE_LOCAL_NODE"
 START_DEADLINE_S = 150.0
+START_TRIES = 3
 _PR_SET_PDEATHSIG = 1
 
 
@@ -204,8 +208,18 @@ class LocalCluster:
         self._ray_start(head_start(self._settings()), own, {NODE_MARKER: self._node_mark(None)})
 
     def _ray_start(self, start: RayStart, own: Sequence[str], extra: Mapping[str, str]) -> None:
+        """In up to three tries: a raylet gives its agents 15 s (a constant of Ray's), and dies where they need more."""
+        for _ in range(START_TRIES - 1):
+            try:
+                return self._try_ray_start(start, own, extra)
+            except ClusterStartError as error:
+                log.warning("a node did not start, once more: %s", error)
+                self._kill(extra[NODE_MARKER])
+        return self._try_ray_start(start, own, extra)
+
+    def _try_ray_start(self, start: RayStart, own: Sequence[str], extra: Mapping[str, str]) -> None:
         self._lives += 1
-        log = self.temp_dir / f"start-{self._lives}.log"
+        said = self.temp_dir / f"start-{self._lives}.log"
         command = [
             sys.executable,
             "-m",
@@ -214,11 +228,14 @@ class LocalCluster:
             "--block",
             *start.arguments,
             *own,
+            # Else the raylet waits 15 s for its agents to choose, and dies when the machine is too busy for that.
+            f"--dashboard-agent-grpc-port={free_port()}",
+            f"--runtime-env-agent-port={free_port()}",
             f"--object-store-memory={self.object_store_bytes}",
             f"--node-ip-address={self.host}",
         ]
         environment = {**os.environ, **start.environment, **self._base_environment(), **extra}
-        with log.open("wb") as out:
+        with said.open("wb") as out:
             process = subprocess.Popen(
                 command,
                 env=environment,
@@ -229,11 +246,22 @@ class LocalCluster:
                 preexec_fn=end_with_parent,
             )
         self._started.append(process)
-        deadline = time.monotonic() + START_DEADLINE_S
-        while b"--block" not in (text := log.read_bytes()):
-            if process.poll() is not None or time.monotonic() > deadline:
+        deadline, had_raylet = time.monotonic() + START_DEADLINE_S, False
+        while b"--block" not in (text := said.read_bytes()):
+            # `ray start` itself waits for a raylet that has died.
+            has_raylet = any(_is_raylet(pid) for pid in carriers(NODE_MARKER, extra[NODE_MARKER]))
+            died = had_raylet and not has_raylet
+            had_raylet = has_raylet
+            if died or process.poll() is not None or time.monotonic() > deadline:
                 raise ClusterStartError(f"ray start {' '.join(command[5:])}\n{text.decode(errors='replace')[-2000:]}")
-            time.sleep(0.1)
+            time.sleep(0.25)
+
+
+def _is_raylet(pid: int) -> bool:
+    try:
+        return b"/raylet/raylet\0" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it has ended meanwhile
+        return False
 
 
 def check_port_free(port: int, purpose: str, how_to_choose: str = "choose another with --base-port") -> None:
