@@ -127,7 +127,7 @@ class Lanes:
             host = Host.remote()
             grant = asyncio.run(self._claim(spec))
             self._claims.append((grant.claim, presence))
-            stepped_at_s = ray.get(host.lead.remote(self.folder / name, WORKERS, grant.placement_group))
+            stepped_at_s = ray.get(host.lead.remote(self.folder / name, WORKERS, grant.placement_group), timeout=LEFT_S)
         return _took(asked_at_s, seen, stepped_at_s)
 
     async def _claim(self, spec: ClaimSpec) -> Grant:
@@ -160,7 +160,7 @@ class Lanes:
             self._groups.append(
                 placement_group(bundles, name=group, lifetime="detached", bundle_label_selector=selectors)
             )
-            stepped_at_s = ray.get(host.lead.remote(self.folder / group, WORKERS, group))
+            stepped_at_s = ray.get(host.lead.remote(self.folder / group, WORKERS, group), timeout=LEFT_S)
         return _took(asked_at_s, seen, stepped_at_s)
 
     def _next(self) -> int:

@@ -4,29 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import ray
-import ray.train
+from benchmarks.contenders.first_step import first_step, stepped_at_s
 from ray.train import RunConfig, ScalingConfig
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from tidegate.gang.host import SETTINGS
 from tidegate.gang.plan import Formation
 from tidegate.gang.trainer import NodeTrainer
-
-SIDE = 512
-
-
-def first_step(settings: dict[str, Any]) -> None:
-    """Ray Train's `train_loop_per_worker`: a step, and a file that says when it was done."""
-    weights = np.random.default_rng(0).standard_normal((SIDE, SIDE))
-    assert np.isfinite(weights @ weights).all()
-    rank = ray.train.get_context().get_world_rank()
-    (Path(settings["folder"]) / f"step-{rank}").write_text(str(time.time()), encoding="utf-8")
 
 
 @ray.remote(num_cpus=0)
@@ -38,14 +25,14 @@ class Host:
 
     async def lead(self, folder: Path, workers: int, group: str) -> float:
         """Start the gang in a placement group of one GPU a node; returns when its last worker had stepped."""
-        # In a thread: Ray Train's workers call the actor that their controller runs in.
+        # In a thread, as there: the controller has an event loop of its own.
         return await asyncio.to_thread(self._lead, folder, workers, group)
 
     def _lead(self, folder: Path, workers: int, group: str) -> float:
         folder.mkdir(parents=True)
         formation = Formation(group=group, nodes=workers, gpus_per_node=1)
         NodeTrainer(first_step, {"folder": str(folder)}, folder / "ray_train", "gang", lambda: formation).fit()
-        return _stepped_at_s(folder, workers)
+        return stepped_at_s(folder, workers)
 
 
 def by_ray_train(folder: Path, workers: int, resource: str) -> float:
@@ -57,8 +44,4 @@ def by_ray_train(folder: Path, workers: int, resource: str) -> float:
         scaling_config=ScalingConfig(num_workers=workers, resources_per_worker={resource: 1}),
         run_config=RunConfig(name="gang", storage_path=str(folder / "ray_train")),
     ).fit()
-    return _stepped_at_s(folder, workers)
-
-
-def _stepped_at_s(folder: Path, workers: int) -> float:
-    return max(float((folder / f"step-{rank}").read_text(encoding="utf-8")) for rank in range(workers))
+    return stepped_at_s(folder, workers)

@@ -42,7 +42,7 @@ LASTS_S: Mapping[Kind, tuple[float, float]] = {
     Kind.HOT_GPU: (3.0, 10.0),
     Kind.PROVIDER_DOWN: (2.0, 6.0),
 }
-"""At least and at most; the other kinds are over at once."""
+"""At least and at most, longer where the cluster takes longer to get over it; the other kinds are over at once."""
 
 CHANGES_SIZE = frozenset({Kind.HOT_GPU})
 """After these the gang goes on with fewer ranks for a while, so rounding differs and losses are no longer the same

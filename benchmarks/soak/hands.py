@@ -31,7 +31,7 @@ class Inflicted:
     healed: Callable[[Look], bool]
     """Whether the cluster has got over it, by a look at it."""
     take_back: Callable[[], None] | None = None
-    """Ends what lasts."""
+    """Ends what lasts; called when the cluster has got over it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,19 +137,10 @@ class Hands:
         state = self.stage.gpu_state(name)
         at_s = time.time()
         state.set(index, "temp", HOT_CELSIUS)
-        left: list[bool] = []
-
-        def healed(look: Look) -> bool:
-            """It has left, and is back: the gang may be seen at work before it has noticed."""
-            gang = gang_of(look)
-            if not left and gpu not in gang["gpus"] and gang["phase"] in AT_WORK:
-                left.append(True)
-            return bool(left)
-
         return Inflicted(
             what=f"GPU {index} of {name} reads {HOT_CELSIUS} °C",
             at_s=at_s,
-            healed=healed,
+            healed=lambda look: gpu not in gang_of(look)["gpus"] and gang_of(look)["phase"] in AT_WORK,
             take_back=lambda: state.set(index, "temp", WELL_CELSIUS),
         )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -88,6 +89,8 @@ def room() -> Iterator[Room]:
     ports = Ports(gcs=free_port(), dashboard=free_port(), serve_http=port)
     with LocalCluster(ports=ports, gpus_per_node=(2, 1), head_cpus=2, node_cpus=1) as cluster:
         ray.init(address=cluster.address, namespace=NAMESPACE, log_to_driver=False)
+        # Serve's processes can't import a test.
+        ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
         try:
             rows = sorted(
                 (row for row in ray.nodes() if row["Resources"].get("GPU")), key=lambda r: r["Labels"]["tidegate/name"]
@@ -110,6 +113,7 @@ def room() -> Iterator[Room]:
             yield Room(fleet=RayFleet(app=APP), nodes=nodes, url=f"http://127.0.0.1:{port}/")
             serve.shutdown()
         finally:
+            ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
             ray.shutdown()
 
 

@@ -51,6 +51,22 @@ def grant(generation: int = 1, group: str = "group-1", **gpus: int) -> Grant:
     )
 
 
+def rank_beat(rank: int) -> RankBeat:
+    return RankBeat(
+        rank=rank,
+        pid=100 + rank,
+        exit_code=None,
+        step=8,
+        first_step=1,
+        first_step_at_s=0.0,
+        phase="stepping",
+        idle_s=0.0,
+        progress_at_s=0.0,
+        loss=None,
+        committed_step=5,
+    )
+
+
 class Life:
     """A gang, the notes it made, and the agents' part."""
 
@@ -259,6 +275,19 @@ def test_beats_of_an_older_generation_or_agent_change_nothing(running: Life, age
     )
     running.happen(Beaten(node=NODES[0], agent=agent, generation=Generation(generation), port=7001, ranks=(dead,)))
     assert running.gang == now
+
+
+def test_a_killed_rank_that_is_heard_of_after_its_peers_is_written_down(running: Life) -> None:
+    first = running.gang.plan
+    running.beat(8, first=1, committed=5, silent=(NODES[0],), r2={"exit_code": 1})
+    assert running.gang.generation == 2
+    assert first is not None
+    dead = replace(rank_beat(1), exit_code=-9)
+    running.happen(
+        Beaten(node=NODES[0], agent="a.1", generation=first.generation, port=7001, ranks=(dead,)),
+    )
+    assert "rank 1 on node a was killed by signal 9" in running.last("rank_died").reason
+    assert running.gang.generation == 2
 
 
 def test_a_rank_that_stands_still_is_a_hang(running: Life) -> None:

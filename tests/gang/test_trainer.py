@@ -1,4 +1,4 @@
-"""What `gang/trainer.py` leans on inside Ray Train 2.60 and Ray does not promise. No cluster.
+"""What `gang/trainer.py` and `gang/node_group.py` lean on inside Ray Train 2.60 and Ray does not promise. No cluster.
 
 An upgrade that moves one of these hooks breaks a line here, each with the reason why we need it; that the hooks also do
 what we think is seen on a cluster, in `test_on_cluster.py` and `test_ray_traps.py`.
@@ -20,12 +20,16 @@ from ray.train.v2._internal.execution.controller.controller import TrainControll
 from ray.train.v2._internal.execution.failure_handling import FailureDecision, FailurePolicy
 from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision, ScalingPolicy
 from ray.train.v2._internal.execution.worker_group.placement_group_handle import DefaultPlacementGroupHandle
+from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus
+from ray.train.v2._internal.execution.worker_group.state import WorkerGroupState
+from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata, RayTrainWorker, Worker
 from ray.train.v2._internal.execution.worker_group.worker_group import WorkerGroup
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.train.v2.api.exceptions import ControllerError
 
 from tidegate.gang import trainer
 from tidegate.gang.host import SETTINGS
+from tidegate.gang.node_worker import NodeStatus, NodeWorker
 from tidegate.gang.trainer import NodeTrainer
 
 CONTROLLER_ARGUMENTS = {"train_fn_ref", "scaling_policy", "failure_policy", "train_run_context", "callbacks"}
@@ -81,9 +85,35 @@ def test_the_controller_takes_its_worker_group_from_a_class_attribute() -> None:
     assert "worker_group_cls" in words(TrainController._start_worker_group)
 
 
-def test_the_worker_group_asks_one_method_for_its_placement_group() -> None:
-    assert parameters(WorkerGroup._create_placement_group) == ["self", "scaling_config", "worker_group_context"]
-    assert calling(WorkerGroup, "_create_placement_group"), "nothing calls it: placement groups are made elsewhere"
+def test_a_worker_group_starts_in_one_method() -> None:
+    """Ours starts other workers there, in a group that stands already; the rest of the class polls and ends them."""
+    assert parameters(WorkerGroup._start_impl) == ["self", "worker_group_state_builder"]
+    assert calling(WorkerGroup, "_start_impl"), "it is started otherwise"
+    assert parameters(WorkerGroup.__init__) == ["self", "train_run_context", "worker_group_context", "callbacks"]
+    assert parameters(WorkerGroup._assert_inactive) == ["self"]
+    said = words(WorkerGroup.__init__)
+    assert {"_worker_group_start_timeout_s", "_worker_rank_to_replica_group_rank", "_worker_group_state"} <= said
+    for ends in (WorkerGroup.shutdown, WorkerGroup.abort):
+        assert words(ends) >= {"_worker_group_state", "shutdown"}, "workers are ended by another than their state"
+
+
+def test_what_a_worker_group_keeps_of_its_workers() -> None:
+    assert fields(WorkerGroupState) == {"start_time", "placement_group_handle", "workers", "sync_actor"}
+    assert {"actor", "metadata", "resources", "placement_group_bundle_index"} <= fields(Worker)
+    assert fields(ActorMetadata) == {"hostname", "node_id", "node_ip", "pid", "accelerator_ids"}
+
+
+def test_a_worker_is_asked_for_nothing_but_its_status_once_it_runs() -> None:
+    """Ours is no `RayTrainWorker`: what Ray asks of it must be there, and its answer look like Ray's."""
+    public = {name for name in vars(RayTrainWorker) if not name.startswith("__")}
+    asked = public & words(WorkerGroup._get_poll_tasks)
+    assert asked == {"poll_status"}
+    assert asked <= set(vars(NodeWorker))
+    assert fields(WorkerStatus) <= fields(NodeStatus)
+
+
+def fields(dataclass: Any) -> set[str]:
+    return set(dataclass.__dataclass_fields__)
 
 
 def test_a_placement_group_goes_only_through_its_handle() -> None:

@@ -142,7 +142,7 @@ def _beaten(gang: Gang, event: Beaten, spec: GangSpec, now_s: float) -> Outcome:
         return _plan(gang, gang.reason, now_s)
     plan = gang.plan
     if plan is None or event.generation != plan.generation or gang.status not in LEADING:
-        return gang, ()
+        return gang, _died(event)
     gang = replace(gang, beats={**gang.beats, **{beat.rank: beat for beat in event.ranks}})
     gang, notes = _progressed(gang, plan, now_s)
     dead = [beat for beat in event.ranks if beat.exit_code not in (None, 0)]
@@ -159,6 +159,19 @@ def _beaten(gang: Gang, event: Beaten, spec: GangSpec, now_s: float) -> Outcome:
         return hung, (*notes, *more)
     changed, more = _changed(gang, now_s)
     return changed, (*notes, *more)
+
+
+def _died(event: Beaten) -> tuple[Note, ...]:
+    """A killed rank's peers fail too, and may be heard of first: the cause comes late, but it is written down."""
+    killed = [beat for beat in event.ranks if beat.exit_code is not None and beat.exit_code < 0]
+    return tuple(
+        Note(
+            kind="rank_died",
+            reason=f"rank {beat.rank} on node {event.node[:12]} {_how(beat.exit_code)}",
+            data={"generation": event.generation, "node": event.node, "rank": beat.rank},
+        )
+        for beat in killed
+    )
 
 
 def _evicted(gang: Gang, event: Evicted, now_s: float) -> Outcome:
