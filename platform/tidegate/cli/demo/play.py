@@ -35,7 +35,7 @@ SEED = 7
 HOT_NODE, HOT_INDEX, HOT_CELSIUS = "node-b", 1, 79
 GPUS = GPUS_PER_NODE * len(NODES)
 SLOW_S = 900.0
-"""What any one act may take: ten times the usual, since a machine that is busy with other things is slow, not broken."""
+"""What any one act may take: ten times the usual, as a machine with other things to do is slow, not broken."""
 
 
 def play(output: Path, *, base_port: int, steps: int | None) -> int:
