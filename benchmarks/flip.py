@@ -7,12 +7,13 @@ GPUs away and gets them back:
 * ours: a claim; arbiter, gateway, pools and stand-in provider are the real ones, the engine only waits;
 * Serve, by a config change to fewer replicas, followed by a Ray Train start: at its defaults, and with
   `graceful_shutdown_wait_loop_s: 0.1` (a shorter `graceful_shutdown_timeout_s` would let requests fail);
-* the floor: `ray.kill`, a placement group, the gang in it. Nobody is asked, so only `idle` has one.
+* the floor: `ray.kill`, a placement group, an actor in each bundle that makes the gang's step, and nothing around it.
+  Nobody is asked, so only `idle` has one.
 
-All start the same gang, a Ray Train worker group of two that makes one small step: ours and the floor's by our trainer
-in the group that stands already, the peers' by Ray Train's own. Peers are spared the start of the `serve deploy`
-command: their config goes straight to the dashboard. Ours gives requests in flight 1 s (`serving.drain_deadline_s`);
-what is not done by then, the provider answers.
+The gang is a Ray Train worker group of two that makes one small step, started by our trainer in the group that stands
+already, and by Ray Train's own for the peers. Peers are spared the start of the `serve deploy` command: their config
+goes straight to the dashboard. Ours gives requests in flight 1 s (`serving.drain_deadline_s`); what is not done by
+then, the provider answers.
 
 `NAME` compares with the best peer, `NAME_over_default` with the default, `NAME_over_floor` with the floor; `NAME_gpus…`
 ends at the GPUs, the others at the first step.

@@ -1,4 +1,4 @@
-"""The step that the flip's gang makes. Apart from what starts the gang: a worker imports this and nothing more."""
+"""The step that the gang of the flip makes. Apart from what starts a gang, so that workers import only this."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import ray
 
 SIDE = 512
 
@@ -20,6 +21,14 @@ def first_step(settings: dict[str, Any]) -> None:
     half = Path(settings["folder"]) / f"half-{os.getpid()}"
     half.write_text(str(at_s), encoding="utf-8")
     half.rename(half.with_name(f"step-{os.getpid()}"))
+
+
+@ray.remote(num_cpus=0, num_gpus=1)
+class Stepper:
+    """A worker with nothing around it."""
+
+    def step(self, settings: dict[str, Any]) -> None:
+        first_step(settings)
 
 
 def stepped_at_s(folder: Path, workers: int) -> float:

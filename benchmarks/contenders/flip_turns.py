@@ -13,9 +13,11 @@ from typing import Any
 
 import httpx
 import ray
+from benchmarks.contenders.first_step import Stepper, stepped_at_s
 from benchmarks.contenders.light_gang import Host, by_ray_train
 from ray import serve
 from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tidegate.arbiter.client import NAMESPACE, ArbiterClient
 from tidegate.arbiter.messages import ClaimSpec, Grant
@@ -127,8 +129,8 @@ class Lanes:
             host = Host.remote()
             grant = asyncio.run(self._claim(spec))
             self._claims.append((grant.claim, presence))
-            stepped_at_s = ray.get(host.lead.remote(self.folder / name, WORKERS, grant.placement_group), timeout=LEFT_S)
-        return _took(asked_at_s, seen, stepped_at_s)
+            stepped = ray.get(host.lead.remote(self.folder / name, WORKERS, grant.placement_group), timeout=LEFT_S)
+        return _took(asked_at_s, seen, stepped)
 
     async def _claim(self, spec: ClaimSpec) -> Grant:
         claim = await self._arbiter.claim(spec)
@@ -144,24 +146,25 @@ class Lanes:
             asked_at_s = time.time()
             self.replicas[name] = len(NODES) - WORKERS
             self.deploy()
-            stepped_at_s = by_ray_train(folder, WORKERS, name)
-        return _took(asked_at_s, seen, stepped_at_s)
+            stepped = by_ray_train(folder, WORKERS, name)
+        return _took(asked_at_s, seen, stepped)
 
     def floor(self) -> Took:
-        """What Ray itself takes when nobody is asked: kill the holders, reserve, start."""
-        group = f"floor-{self._next()}"
+        """What Ray itself takes when nobody is asked: kill the holders, reserve, start an actor in each bundle."""
+        name = f"floor-{self._next()}"
+        folder = self.folder / name
+        folder.mkdir()
         with Newcomer() as seen:
             asked_at_s = time.time()
             for holder in self._holders:
                 ray.kill(holder)
-            host = Host.remote()
             selectors = [{NAME_LABEL: node} for node in FLOOR_NODES]
-            bundles = [{"GPU": 1}] * WORKERS
-            self._groups.append(
-                placement_group(bundles, name=group, lifetime="detached", bundle_label_selector=selectors)
-            )
-            stepped_at_s = ray.get(host.lead.remote(self.folder / group, WORKERS, group), timeout=LEFT_S)
-        return _took(asked_at_s, seen, stepped_at_s)
+            group = placement_group([{"GPU": 1}] * WORKERS, name=name, bundle_label_selector=selectors)
+            self._groups.append(group)
+            bundles = [PlacementGroupSchedulingStrategy(group, bundle) for bundle in range(WORKERS)]
+            actors = [Stepper.options(scheduling_strategy=bundle).remote() for bundle in bundles]
+            ray.get([actor.step.remote({"folder": str(folder)}) for actor in actors], timeout=LEFT_S)
+        return _took(asked_at_s, seen, stepped_at_s(folder, WORKERS))
 
     def _next(self) -> int:
         self._turns += 1

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
+import signal
 import sys
 import threading
 import time
@@ -173,15 +175,29 @@ def test_targets_outlive_the_serve_controller(room: Room) -> None:
     room.set(0, 2)
     wait_until(lambda: room.pool(0).running == 2, 60, "two replicas run")
     controller = ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
-    ray.kill(controller, no_restart=False)
-    wait_until(lambda: len(room.fleet.look(Book()).pools) == 2, 60, "the controller is back")
-    assert (room.pool(0).target, room.pool(0).running) == (2, 2)
+    before = process_of(controller)
+    assert before is not None
+    os.kill(before, signal.SIGKILL)
+    wait_until(lambda: process_of(controller) not in (None, before), 60, "there is a new controller")
+    wait_until(lambda: len(room.fleet.look(Book()).pools) == 2, 60, "it has read back what it must know")
+    assert (room.pool(0).target, room.pool(0).holding) == (2, 2), "replicas that it recovers count as held"
+    wait_until(lambda: room.pool(0).running == 2, 60, "it has found its replicas again")
     room.set(0, 1)
     wait_until(lambda: room.pool(0).holding == 1, 30, "it can be set again")
 
 
+def process_of(actor: Any) -> int | None:
+    """Its process id; None while it restarts."""
+    try:
+        pid: int = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=5)
+    except ray.exceptions.RayError:
+        return None
+    return pid
+
+
 def test_what_a_stopping_replica_still_does_can_be_cut_off(room: Room, tmp_path: Path) -> None:
     """`actor_name` in the details: past the drain's deadline the arbiter kills the replica by it."""
+    room.set(0, 1)
     wait_until(lambda: room.pool(0).running == 1, 60, "a replica runs")
     errors: list[int] = []
     asked: dict[str, Any] = {"takes_s": 60, "began": str(tmp_path / "began")}

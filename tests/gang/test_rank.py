@@ -47,5 +47,5 @@ def _runs(pid: int) -> bool:
     try:
         # The state follows the command, which stands in brackets; a zombie waits for its reaper only.
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # gone before it was opened, or before it was read
         return False

@@ -14,6 +14,9 @@ from tidegate.errors import NoArbiterError
 
 T = TypeVar("T")
 
+ANSWER_DEADLINE_S = 30.0
+"""A person waits rather than be told that there is no arbiter when its machine is only slow."""
+
 
 def connect(address: str) -> str:
     """Join the Ray cluster as a driver; the address of its dashboard, empty where it has none.
@@ -38,6 +41,6 @@ def ask(address: str, question: Callable[[ArbiterClient], Coroutine[Any, Any, T]
     """Put one question to the arbiter and leave the cluster again."""
     connect(address)
     try:
-        return asyncio.run(question(ArbiterClient(timeout_s=15.0)))
+        return asyncio.run(question(ArbiterClient(timeout_s=ANSWER_DEADLINE_S)))
     finally:
         ray.shutdown()
