@@ -15,7 +15,7 @@ every contender starts one run, which the faults strike one after the other, eac
 `loss_mismatches` counts our steps, those done again too, whose loss differs from an undisturbed run's; `steps_lost` is
 the most that a restart did again.
 
-Takes about fifteen minutes on two cores.
+Takes about twenty minutes on two cores.
 """
 
 from __future__ import annotations
