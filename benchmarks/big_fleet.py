@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from tidegate.arbiter.book import HOLDING, Book, Claim, ClaimState, File, Hold, Quarantine, apply, hold_of
+from tidegate.arbiter.book import Book, Quarantine, apply
+from tidegate.arbiter.claim import Claim
 from tidegate.arbiter.decide import decide
 from tidegate.arbiter.messages import (
     Action,
@@ -26,6 +27,8 @@ from tidegate.arbiter.messages import (
     Verdict,
     When,
 )
+from tidegate.arbiter.moves import File, Hold, hold_of
+from tidegate.arbiter.states import HOLDING, ClaimState
 from tidegate.arbiter.view import GroupState, NodeSeen, PoolSeen, View
 from tidegate.ids import ClaimId, GatewayId, Generation, GpuId, NodeId, PoolName, Tier, pool_name
 from tidegate.spec.policy import Policy, ServingSpec

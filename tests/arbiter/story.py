@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from tidegate.arbiter.book import Claim, ClaimState, Evict
+from tidegate.arbiter.claim import Claim
 from tidegate.arbiter.journal import MemoryJournal
 from tidegate.arbiter.loop import ArbiterLoop
 from tidegate.arbiter.messages import (
@@ -20,6 +20,8 @@ from tidegate.arbiter.messages import (
     Verdict,
     When,
 )
+from tidegate.arbiter.moves import Evict
+from tidegate.arbiter.states import ClaimState
 from tidegate.ids import ClaimId, GatewayId, Generation, GpuId, NodeId, ProviderName, Tier
 from tidegate.spec.policy import Policy, ProviderSpec
 from tidegate.telemetry.goodput import SpanBook

@@ -11,11 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from story import NODES, Story, ask, gpu, verdict
 
-from tidegate.arbiter.book import Book, Brake, ClaimState, Impose, apply, replay
+from tidegate.arbiter.book import Book, apply, replay
 from tidegate.arbiter.journal import FileJournal
 from tidegate.arbiter.loop import ArbiterLoop
 from tidegate.arbiter.messages import GangPhase, GpuSeen, HealthReport
+from tidegate.arbiter.moves import Brake, Impose
 from tidegate.arbiter.quarantines import quarantine_moves
+from tidegate.arbiter.states import ClaimState
 from tidegate.arbiter.status import status_of
 from tidegate.arbiter.view import DOMAIN_LABEL, NodeSeen, View
 from tidegate.ids import NodeId, Tier

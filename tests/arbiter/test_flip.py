@@ -8,18 +8,11 @@ from itertools import pairwise
 import pytest
 from story import NODES, Story, ask, gpu
 
-from tidegate.arbiter.book import (
-    Advance,
-    ClaimState,
-    CreateGroup,
-    RemoveGroup,
-    Route,
-    SetTarget,
-    StopReplicas,
-    group_name,
-)
+from tidegate.arbiter.claim import group_name
 from tidegate.arbiter.drain import STOP_REPEAT_S
 from tidegate.arbiter.messages import GangPhase, Spillway
+from tidegate.arbiter.moves import Advance, CreateGroup, RemoveGroup, Route, SetTarget, StopReplicas
+from tidegate.arbiter.states import ClaimState
 from tidegate.arbiter.view import DOMAIN_LABEL
 from tidegate.errors import ClaimNeverFitsError
 from tidegate.ids import ClaimId, NodeId, pool_name

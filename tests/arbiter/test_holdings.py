@@ -10,11 +10,11 @@ import pytest
 from story import NODES, Story, ask, gpu
 from typer.testing import CliRunner
 
-from tidegate.arbiter.book import ClaimState
 from tidegate.arbiter.holdings import Holding, holdings
 from tidegate.arbiter.journal import JOURNAL, FileJournal, read_moves
 from tidegate.arbiter.loop import ArbiterLoop
 from tidegate.arbiter.messages import GangPhase
+from tidegate.arbiter.states import ClaimState
 from tidegate.cli.main import app
 from tidegate.cli.report import read_report
 from tidegate.errors import NoRecordsError, UnknownSubjectError

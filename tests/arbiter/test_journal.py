@@ -4,9 +4,9 @@ from pathlib import Path
 
 from story import NODES, Story, ask
 
-from tidegate.arbiter.book import ClaimState
 from tidegate.arbiter.journal import FileJournal, is_about
 from tidegate.arbiter.messages import GangPhase, JournalEntry, ReplicaReport
+from tidegate.arbiter.states import ClaimState
 from tidegate.ids import pool_name
 
 

@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console, RenderableType
 from story import NODES, WITH_PROVIDER, Story, ask, gpu
 
-from tidegate.arbiter.book import ClaimState
 from tidegate.arbiter.messages import GangPhase, ProviderSeen
+from tidegate.arbiter.states import ClaimState
 from tidegate.arbiter.status import status_of
 from tidegate.cli.status import status_view
 from tidegate.cli.tables import claim_table, claims_to_show, node_rows, node_table, report_tables, virtual_table

@@ -27,8 +27,9 @@ from ray import serve
 from ray.serve.config import HTTPOptions, ProxyLocation
 from starlette.requests import Request
 
-from tidegate.arbiter.book import Book, SetTarget, StopReplicas
+from tidegate.arbiter.book import Book
 from tidegate.arbiter.client import NAMESPACE
+from tidegate.arbiter.moves import SetTarget, StopReplicas
 from tidegate.arbiter.on_ray import RayFleet
 from tidegate.arbiter.view import PoolSeen
 from tidegate.ids import ClaimId, NodeId, PoolName, pool_name

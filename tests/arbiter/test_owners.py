@@ -10,9 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from story import NODES, Story, ask, gpu
 
-from tidegate.arbiter.book import Advance, Book, ClaimState, File, Give, Join, apply
+from tidegate.arbiter.book import Book, apply
 from tidegate.arbiter.messages import GangPhase, GangReport, Grant, GrantedNode
+from tidegate.arbiter.moves import Advance, File, Give, Join
 from tidegate.arbiter.owners import owners
+from tidegate.arbiter.states import ClaimState
 from tidegate.arbiter.view import NodeSeen, PoolSeen, View
 from tidegate.ids import ClaimId, Generation, pool_name
 from tidegate.telemetry.goodput import Owner, Span, SpanBook, fractions, gpu_seconds, read_spans, refine

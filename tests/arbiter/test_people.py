@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from story import NODES, Story, ask, gpu
 
-from tidegate.arbiter.book import OPERATOR_RULE, ClaimState, Pardon
 from tidegate.arbiter.messages import GangPhase
+from tidegate.arbiter.moves import OPERATOR_RULE, Pardon
+from tidegate.arbiter.states import ClaimState
 from tidegate.arbiter.view import tier_of
 from tidegate.errors import ClaimNeverFitsError, UnknownSubjectError
 from tidegate.ids import ClaimId, Tier, pool_name

@@ -4,9 +4,11 @@ import math
 import time
 from dataclasses import replace
 
-from tidegate.arbiter.book import Advance, Book, Brake, ClaimState, File, Impose, apply
+from tidegate.arbiter.book import Book, apply
 from tidegate.arbiter.messages import Action, ClaimSpec, GangPhase, GangReport, GpuSeen, HealthReport, Verdict, When
+from tidegate.arbiter.moves import Advance, Brake, File, Impose
 from tidegate.arbiter.placement import most_ever, place, work_lost_s
+from tidegate.arbiter.states import ClaimState
 from tidegate.arbiter.view import DOMAIN_LABEL, NodeSeen, PoolSeen, View
 from tidegate.ids import ClaimId, Generation, GpuId, NodeId, Tier, pool_name
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from story import NODES, WITH_PROVIDER, Story, ask
 
-from tidegate.arbiter.book import ClaimState
 from tidegate.arbiter.messages import GangPhase, PoolLoad, Spillway
+from tidegate.arbiter.states import ClaimState
 from tidegate.ids import ClaimId, NodeId, pool_name
 from tidegate.spec.policy import ClaimsSpec, Policy
 from tidegate.testing.fake_fleet import FakeFleet

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from story import WITH_PROVIDER, Story, ask, gpu
 
-from tidegate.arbiter.book import ENDED, HOLDING, Book, ClaimState, replay
+from tidegate.arbiter.book import Book, replay
 from tidegate.arbiter.messages import GangPhase, Spillway
+from tidegate.arbiter.states import ENDED, HOLDING, ClaimState
 from tidegate.arbiter.view import tier_of
 from tidegate.ids import ClaimId, NodeId, Tier
 from tidegate.spec.policy import ClaimsSpec, FleetBrakeSpec, HealthSpec, ServingSpec

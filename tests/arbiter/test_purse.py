@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from story import WITH_PROVIDER, Story, ask
 
-from tidegate.arbiter.book import ClaimState, Spend
 from tidegate.arbiter.journal import FileJournal
 from tidegate.arbiter.loop import ArbiterLoop
 from tidegate.arbiter.messages import GatewayReport, OverBudget, ProviderSeen
+from tidegate.arbiter.moves import Spend
 from tidegate.arbiter.purse import Purse, cost_per_hour_usd, count, over_budget, spent, totals_to_count
+from tidegate.arbiter.states import ClaimState
 from tidegate.arbiter.status import status_of
 from tidegate.ids import GatewayId, Generation, ProviderName
 from tidegate.spec.policy import PurseSpec

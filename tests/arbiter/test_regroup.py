@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 from story import NODES, WITH_PROVIDER, Story, ask, gpu
 
-from tidegate.arbiter.book import ClaimState, group_name
+from tidegate.arbiter.claim import group_name
 from tidegate.arbiter.messages import GangPhase, GangReport
 from tidegate.arbiter.placement import DOMAIN_LABEL
+from tidegate.arbiter.states import ClaimState
 from tidegate.ids import ClaimId, Generation, NodeId, Tier, pool_name
 from tidegate.spec.policy import PurseSpec
 from tidegate.testing.fake_fleet import FakeFleet

@@ -23,11 +23,13 @@ from ray.util import list_named_actors
 
 from captioned import captioned_images, tiny_run
 from tidegate.arbiter.actor import start_arbiter
-from tidegate.arbiter.book import Book, ClaimState, CreateGroup, File, RemoveGroup, apply
+from tidegate.arbiter.book import Book, apply
 from tidegate.arbiter.client import NAMESPACE, ArbiterClient
 from tidegate.arbiter.journal import read_lines
 from tidegate.arbiter.messages import ClaimSpec
+from tidegate.arbiter.moves import CreateGroup, File, RemoveGroup
 from tidegate.arbiter.on_ray import RayFleet
+from tidegate.arbiter.states import ClaimState
 from tidegate.arbiter.view import GroupState
 from tidegate.data.prepare import prepare
 from tidegate.errors import ClaimNeverFitsError, RunExistsError

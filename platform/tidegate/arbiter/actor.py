@@ -11,7 +11,6 @@ import ray
 from ray.util.metrics import Gauge
 
 from tidegate.arbiter import purse
-from tidegate.arbiter.book import ENDED, ClaimState
 from tidegate.arbiter.client import ACTOR_NAME, NAMESPACE, ON_HEAD
 from tidegate.arbiter.decide import Forecast
 from tidegate.arbiter.journal import JOURNAL, FileJournal
@@ -30,6 +29,7 @@ from tidegate.arbiter.messages import (
     Weights,
 )
 from tidegate.arbiter.on_ray import RayFleet
+from tidegate.arbiter.states import ENDED, ClaimState
 from tidegate.arbiter.status import status_of
 from tidegate.clock import SystemClock
 from tidegate.errors import ClaimUndoneError

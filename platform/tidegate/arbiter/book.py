@@ -7,10 +7,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import assert_never
 
-from tidegate.arbiter.claim import NO_GENERATION, Claim, IllegalMoveError, advanced, group_name, joined
+from tidegate.arbiter.claim import NO_GENERATION, Claim, advanced, joined
 from tidegate.arbiter.messages import Orders, Spillway, Verdict, Weights
 from tidegate.arbiter.moves import (
-    OPERATOR_RULE,
     Advance,
     Brake,
     CreateGroup,
@@ -34,53 +33,10 @@ from tidegate.arbiter.moves import (
     StopReplicas,
     Unbrake,
     hold_of,
-    reason,
-    subjects,
 )
 from tidegate.arbiter.purse import Purse, count
-from tidegate.arbiter.states import ENDED, HOLDING, NEXT, ClaimState
+from tidegate.arbiter.states import ENDED, ClaimState
 from tidegate.ids import ClaimId, Generation, NodeId, PoolName
-
-__all__ = [
-    "ENDED",
-    "HOLDING",
-    "NEXT",
-    "OPERATOR_RULE",
-    "Advance",
-    "Book",
-    "Brake",
-    "Claim",
-    "ClaimState",
-    "CreateGroup",
-    "Evict",
-    "File",
-    "Give",
-    "HeldBack",
-    "Hold",
-    "IllegalMoveError",
-    "Impose",
-    "Join",
-    "Lift",
-    "Move",
-    "Pardon",
-    "Probe",
-    "Publish",
-    "Quarantine",
-    "Release",
-    "RemoveGroup",
-    "Route",
-    "SetTarget",
-    "Shed",
-    "Spend",
-    "StopReplicas",
-    "Unbrake",
-    "apply",
-    "group_name",
-    "hold_of",
-    "reason",
-    "replay",
-    "subjects",
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,24 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tidegate.arbiter import pools
-from tidegate.arbiter.book import (
-    HOLDING,
-    Claim,
-    ClaimState,
-    CreateGroup,
-    Probe,
-    RemoveGroup,
-    group_name,
-)
+from tidegate.arbiter.claim import Claim, group_name
 from tidegate.arbiter.drain import close, drain
 from tidegate.arbiter.grants import give, is_listed, unknown_memory
 from tidegate.arbiter.messages import GangPhase
+from tidegate.arbiter.moves import CreateGroup, Probe, RemoveGroup
 from tidegate.arbiter.placement import Placement
 from tidegate.arbiter.preemption import leave, preempted, reclaim, victims
 from tidegate.arbiter.regroup import again, regroup, unfit
 from tidegate.arbiter.search import resting, search
 from tidegate.arbiter.situation import NOTHING, Moves, Situation, advance, named, note
-from tidegate.arbiter.states import WAITING
+from tidegate.arbiter.states import HOLDING, WAITING, ClaimState
 from tidegate.arbiter.view import GroupState
 from tidegate.ids import pool_name
 

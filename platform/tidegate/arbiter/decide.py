@@ -10,12 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tidegate.arbiter import pools, purse
-from tidegate.arbiter.book import HOLDING, Advance, Book, Claim, ClaimState, Move, Route, Shed, Spend
+from tidegate.arbiter.book import Book
+from tidegate.arbiter.claim import Claim
 from tidegate.arbiter.claims import claim_moves, find, queued
 from tidegate.arbiter.messages import ClaimSpec, Spillway
+from tidegate.arbiter.moves import Advance, Move, Route, Shed, Spend
 from tidegate.arbiter.quarantines import quarantine_moves
 from tidegate.arbiter.situation import NOTHING, Moves, Situation
-from tidegate.arbiter.states import WAITING
+from tidegate.arbiter.states import HOLDING, WAITING, ClaimState
 from tidegate.arbiter.view import View
 from tidegate.ids import ClaimId, NodeId, pool_name
 from tidegate.spec.policy import Policy

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from tidegate.arbiter.book import Claim, Move, Route, SetTarget, StopReplicas
+from tidegate.arbiter.claim import Claim
 from tidegate.arbiter.messages import Spillway
+from tidegate.arbiter.moves import Move, Route, SetTarget, StopReplicas
 from tidegate.arbiter.situation import NOTHING, Moves, Situation
 from tidegate.ids import NodeId
 

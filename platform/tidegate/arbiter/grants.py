@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tidegate.arbiter.book import Claim, Give, group_name
+from tidegate.arbiter.claim import Claim, group_name
 from tidegate.arbiter.messages import Grant, GrantedNode
+from tidegate.arbiter.moves import Give
 from tidegate.arbiter.situation import NOTHING, Moves, Situation
 from tidegate.arbiter.view import count_fit, fit_gpus, gpus_of, is_out
 from tidegate.ids import Generation, GpuId, NodeId, Tier

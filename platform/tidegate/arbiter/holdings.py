@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from tidegate.arbiter.book import Advance, Book, Give, Impose, Join, Move, apply
+from tidegate.arbiter.book import Book, apply
+from tidegate.arbiter.moves import Advance, Give, Impose, Join, Move
 from tidegate.ids import ClaimId, GpuId, NodeId
 
 

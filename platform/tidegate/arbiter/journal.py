@@ -14,8 +14,9 @@ from typing import Any, Protocol
 
 from pydantic import TypeAdapter
 
-from tidegate.arbiter.book import Book, Move, reason, replay, subjects
+from tidegate.arbiter.book import Book, replay
 from tidegate.arbiter.messages import JournalEntry
+from tidegate.arbiter.moves import Move, reason, subjects
 
 REPLICA = "replica"
 """Kind of an entry on what a replica serves; its subjects are the application, the replica and its pool."""

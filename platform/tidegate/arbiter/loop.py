@@ -8,21 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from tidegate.arbiter.book import (
-    ENDED,
-    OPERATOR_RULE,
-    Book,
-    Claim,
-    ClaimState,
-    File,
-    Impose,
-    Move,
-    Pardon,
-    Publish,
-    Release,
-    Unbrake,
-    apply,
-)
+from tidegate.arbiter.book import Book, apply
+from tidegate.arbiter.claim import Claim
 from tidegate.arbiter.decide import Decision, Forecast, decide, forecast
 from tidegate.arbiter.journal import REPLICA, Journal, is_about
 from tidegate.arbiter.messages import (
@@ -39,8 +26,10 @@ from tidegate.arbiter.messages import (
     Weights,
     When,
 )
+from tidegate.arbiter.moves import OPERATOR_RULE, File, Impose, Move, Pardon, Publish, Release, Unbrake
 from tidegate.arbiter.owners import owners
 from tidegate.arbiter.preflight import check_fits
+from tidegate.arbiter.states import ENDED, ClaimState
 from tidegate.arbiter.view import GroupState, NodeSeen, PoolSeen, View, gpus_of, live_gateways, overflow
 from tidegate.clock import Clock
 from tidegate.errors import UnknownSubjectError

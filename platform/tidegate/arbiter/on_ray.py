@@ -19,9 +19,12 @@ import ray._private.state
 from ray.serve._private.common import DeploymentID
 from ray.util.placement_group import PlacementGroup, get_placement_group, placement_group, remove_placement_group
 
-from tidegate.arbiter.book import (
+from tidegate.arbiter.book import Book
+from tidegate.arbiter.claim import GROUP_PREFIX, group_name
+from tidegate.arbiter.client import NAMESPACE
+from tidegate.arbiter.loop import FleetSeen
+from tidegate.arbiter.moves import (
     Advance,
-    Book,
     Brake,
     CreateGroup,
     Evict,
@@ -42,11 +45,7 @@ from tidegate.arbiter.book import (
     Spend,
     StopReplicas,
     Unbrake,
-    group_name,
 )
-from tidegate.arbiter.claim import GROUP_PREFIX
-from tidegate.arbiter.client import NAMESPACE
-from tidegate.arbiter.loop import FleetSeen
 from tidegate.arbiter.view import GroupState, NodeSeen, PoolSeen
 from tidegate.ids import ClaimId, NodeId, PoolName, coordinator_name, health_agent_name, pool_name
 

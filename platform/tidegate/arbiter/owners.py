@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tidegate.arbiter.book import Book, Claim, ClaimState
+from tidegate.arbiter.book import Book
+from tidegate.arbiter.claim import Claim
 from tidegate.arbiter.messages import GangPhase
+from tidegate.arbiter.states import ClaimState
 from tidegate.arbiter.view import NodeSeen, View, fit_gpus, gpus_of, tier_of
 from tidegate.ids import GpuId, Tier, pool_name
 from tidegate.telemetry.goodput import Owner

@@ -12,7 +12,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tidegate.arbiter.book import Book, Claim
+from tidegate.arbiter.book import Book
+from tidegate.arbiter.claim import Claim
 from tidegate.arbiter.messages import ClaimSpec
 from tidegate.arbiter.view import DOMAIN_LABEL, NodeSeen, View, count_fit
 from tidegate.ids import ClaimId, NodeId, Tier, pool_name

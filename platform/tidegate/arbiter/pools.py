@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from tidegate.arbiter.book import Book, SetTarget
+from tidegate.arbiter.book import Book
 from tidegate.arbiter.messages import Spillway
+from tidegate.arbiter.moves import SetTarget
 from tidegate.arbiter.view import NodeSeen, PoolSeen, View, count_fit
 from tidegate.ids import PoolName, Tier, pool_name
 from tidegate.spec.policy import ServingSpec

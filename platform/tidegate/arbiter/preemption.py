@@ -6,11 +6,13 @@ old place. Nobody is asked to leave unless that makes the claim's placement poss
 
 from __future__ import annotations
 
-from tidegate.arbiter.book import HOLDING, Claim, ClaimState, Move, RemoveGroup, group_name
+from tidegate.arbiter.claim import Claim, group_name
 from tidegate.arbiter.messages import GangPhase
+from tidegate.arbiter.moves import Move, RemoveGroup
 from tidegate.arbiter.placement import Placement, work_lost_s
 from tidegate.arbiter.search import search
 from tidegate.arbiter.situation import NOTHING, Moves, Situation, advance, ids, named
+from tidegate.arbiter.states import HOLDING, ClaimState
 from tidegate.arbiter.view import overflow
 from tidegate.ids import pool_name
 

@@ -7,20 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tidegate.arbiter.book import (
-    HOLDING,
-    OPERATOR_RULE,
-    Book,
-    Brake,
-    Evict,
-    Hold,
-    Impose,
-    Lift,
-    Move,
-    Unbrake,
-    hold_of,
-)
+from tidegate.arbiter.book import Book
 from tidegate.arbiter.messages import Action, Verdict, When
+from tidegate.arbiter.moves import OPERATOR_RULE, Brake, Evict, Hold, Impose, Lift, Move, Unbrake, hold_of
+from tidegate.arbiter.states import HOLDING
 from tidegate.arbiter.view import DOMAIN_LABEL, View, gpus_of, standing_on
 from tidegate.ids import GpuId, NodeId
 from tidegate.spec.policy import FleetBrakeSpec

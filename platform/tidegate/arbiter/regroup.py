@@ -11,24 +11,16 @@ from __future__ import annotations
 
 import math
 
-from tidegate.arbiter.book import (
-    Claim,
-    ClaimState,
-    CreateGroup,
-    Evict,
-    Join,
-    Move,
-    RemoveGroup,
-    group_name,
-)
+from tidegate.arbiter.claim import Claim, group_name
 from tidegate.arbiter.drain import close, drain, is_empty
 from tidegate.arbiter.grants import fit_on, give_again
 from tidegate.arbiter.messages import GangPhase
+from tidegate.arbiter.moves import CreateGroup, Evict, Join, Move, RemoveGroup
 from tidegate.arbiter.placement import nodes_wanted
 from tidegate.arbiter.preemption import leave
 from tidegate.arbiter.search import search
 from tidegate.arbiter.situation import NOTHING, Moves, Situation, advance
-from tidegate.arbiter.states import WAITING
+from tidegate.arbiter.states import WAITING, ClaimState
 from tidegate.arbiter.view import GroupState, gpus_of, is_out
 from tidegate.ids import NodeId
 

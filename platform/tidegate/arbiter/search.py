@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 
-from tidegate.arbiter.book import Claim
+from tidegate.arbiter.claim import Claim
 from tidegate.arbiter.placement import Placement, place
 from tidegate.arbiter.situation import Situation
 from tidegate.ids import ClaimId, NodeId, pool_name

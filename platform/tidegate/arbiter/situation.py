@@ -10,8 +10,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from tidegate.arbiter import purse
-from tidegate.arbiter.book import Advance, Book, Claim, ClaimState, Move
+from tidegate.arbiter.book import Book
+from tidegate.arbiter.claim import Claim
 from tidegate.arbiter.messages import GangPhase, GangReport, GatewayReport, OverBudget
+from tidegate.arbiter.moves import Advance, Move
+from tidegate.arbiter.states import ClaimState
 from tidegate.arbiter.view import GroupState, View, live_gateways
 from tidegate.ids import ClaimId, NodeId, PoolName, pool_name
 from tidegate.spec.policy import Policy

@@ -6,7 +6,8 @@ from dataclasses import asdict
 from typing import Any
 
 from tidegate.arbiter import purse
-from tidegate.arbiter.book import Book, Claim
+from tidegate.arbiter.book import Book
+from tidegate.arbiter.claim import Claim
 from tidegate.arbiter.owners import owners
 from tidegate.arbiter.view import NodeSeen, View, gpus_of, tier_of
 from tidegate.spec.policy import Policy

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tidegate.arbiter.book import Book, CreateGroup, Evict, Move, RemoveGroup, SetTarget, StopReplicas, group_name
+from tidegate.arbiter.book import Book
+from tidegate.arbiter.claim import group_name
 from tidegate.arbiter.loop import FleetSeen
+from tidegate.arbiter.moves import CreateGroup, Evict, Move, RemoveGroup, SetTarget, StopReplicas
 from tidegate.arbiter.view import GroupState, NodeSeen, PoolSeen
 from tidegate.ids import ClaimId, NodeId, PoolName, pool_name
 

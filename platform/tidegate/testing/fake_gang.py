@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tidegate.arbiter.book import Evict
 from tidegate.arbiter.messages import GangOrders, GangPhase, GangReport, Grant
+from tidegate.arbiter.moves import Evict
 from tidegate.ids import ClaimId, Generation, NodeId
 
 
