@@ -43,7 +43,8 @@ from benchmarks.contract import Metric, compared, figure, publish
 
 from benchmarks import arena
 from tidegate.cli.connect import connect
-from tidegate.testing.local_cluster import end_with_parent, free_port
+from tidegate.ports import free_port
+from tidegate.testing.local_cluster import end_with_parent
 
 SERVICE_S = 3.0
 RATE_PER_S = 0.9

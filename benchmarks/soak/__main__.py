@@ -41,9 +41,9 @@ from tidegate.cli.demo.client import SteadyClient
 from tidegate.cli.demo.looking import LOOK_EVERY_S, Look, claim_state, gang_step, running, wait_for
 from tidegate.cli.demo.stage import GPUS_PER_NODE, JOB, MODEL, Stage, set_up
 from tidegate.errors import NoArbiterError
+from tidegate.ports import free_port
 from tidegate.serve.ledger import read_rows, read_totals
 from tidegate.telemetry.goodput import SPANS, fractions, gpu_seconds, read_spans, refine
-from tidegate.testing.local_cluster import free_port
 
 ROOT = Path(__file__).parents[2]
 NODES = ("node-a", "node-b", "node-c", "node-d")

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 AGENT_MARK = "TIDEGATE_AGENT"
@@ -48,24 +49,13 @@ def family(variable: str, value: str) -> tuple[int, ...]:
     found = set(carriers(variable, value))
     while more := {pid for pid, parent in parents.items() if parent in found} - found:
         found |= more
-    return tuple(sorted(pid for pid in found - {os.getpid()} if _runs(pid)))
+    return tuple(sorted(pid for pid in found - {os.getpid()} if runs(pid)))
 
 
 def end_family(variable: str, value: str) -> tuple[int, ...]:
     """SIGKILL carriers and descendants until none is left, as a loss of power would; those that are after
     `END_DEADLINE_S`."""
-    ends_s = time.monotonic() + END_DEADLINE_S
-    ending: set[int] = set()
-    while True:
-        ending |= {pid for pid in family(variable, value) if not _is_spared(pid, None)}
-        for pid in ending:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        # Known from earlier rounds: an orphan is nobody's descendant any more.
-        ending = {pid for pid in ending if _runs(pid)}
-        if not ending or time.monotonic() > ends_s:
-            return tuple(sorted(ending))
-        time.sleep(_LOOK_EVERY_S)
+    return _end(lambda: family(variable, value), None)
 
 
 def end_carriers(variable: str, value: str, *, spare_children_of: int | None = None) -> tuple[int, ...]:
@@ -74,15 +64,20 @@ def end_carriers(variable: str, value: str, *, spare_children_of: int | None = N
     With `spare_children_of` that process's direct children stay. What a killed child of such a child leaves behind has
     another parent by then: init, or the nearest subreaper.
     """
+    return _end(lambda: carriers(variable, value), spare_children_of)
+
+
+def _end(find: Callable[[], Iterable[int]], spare_children_of: int | None) -> tuple[int, ...]:
     ends_s = time.monotonic() + END_DEADLINE_S
     ending: set[int] = set()
     while True:
-        found = {pid for pid in carriers(variable, value) if not _is_spared(pid, spare_children_of)}
-        for pid in found:
+        ending |= {pid for pid in find() if not _is_spared(pid, spare_children_of)}
+        for pid in ending:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        # One that is being torn down shows no environment any more, and may still hold its GPU.
-        ending = {pid for pid in ending | found if _runs(pid)}
+        # What was found stays known: an orphan is nobody's descendant any more, and one that is being torn down shows
+        # no environment, and may still hold its GPU.
+        ending = {pid for pid in ending if runs(pid)}
         if not ending or time.monotonic() > ends_s:
             return tuple(sorted(ending))
         time.sleep(_LOOK_EVERY_S)
@@ -106,17 +101,36 @@ def _is_spared(pid: int, parent: int | None) -> bool:
         return True  # it has ended meanwhile
 
 
-def _runs(pid: int) -> bool:
+def runs(pid: int) -> bool:
     """Zombies don't: all that they held is free."""
+    return state_of(pid) not in ("", "Z", "X")
+
+
+def state_of(pid: int) -> str:
+    """The kernel's letter for the process's main thread; empty where it has ended."""
     try:
-        return _stat(pid)[0] not in ("Z", "X")
+        return _stat(pid)[0]
     except OSError:
-        return False
+        return ""
+
+
+def process_began_s() -> float:
+    """When this process was started, by the wall clock."""
+    ticks = int(_stat(os.getpid())[19])
+    return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+
+
+def program(pid: int) -> str:
+    """Name of the file that the process executes; empty where it has ended."""
+    try:
+        return Path(os.fsdecode(Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0])).name
+    except OSError:
+        return ""
 
 
 def _stat(pid: int) -> list[str]:
     """State, parent, … as proc(5) lists them, from the one after the command's name, which stands in brackets."""
-    return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()
+    return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rsplit(")", 1)[1].split()
 
 
 def main(variable: str, value: str) -> None:

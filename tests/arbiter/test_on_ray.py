@@ -33,7 +33,8 @@ from tidegate.arbiter.moves import SetTarget, StopReplicas
 from tidegate.arbiter.on_ray import RayFleet
 from tidegate.arbiter.view import PoolSeen
 from tidegate.ids import ClaimId, NodeId, PoolName, pool_name
-from tidegate.testing.local_cluster import LocalCluster, Ports, free_port
+from tidegate.ports import free_port
+from tidegate.testing.local_cluster import LocalCluster, Ports
 from waiting import wait_until
 
 pytestmark = pytest.mark.cluster

@@ -10,7 +10,8 @@ import psutil
 import pytest
 from staging import MODEL, ROOT, up, write_files
 
-from tidegate.testing.local_cluster import LocalCluster, Ports, free_port
+from tidegate.ports import free_port
+from tidegate.testing.local_cluster import LocalCluster, Ports
 
 pytestmark = pytest.mark.cluster
 

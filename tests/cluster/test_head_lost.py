@@ -27,7 +27,8 @@ from tidegate.arbiter.messages import ClaimSpec
 from tidegate.data.prepare import prepare
 from tidegate.gang.coordinator import RunOrder, start_coordinator
 from tidegate.ids import coordinator_name
-from tidegate.testing.local_cluster import LocalCluster, Ports, free_port
+from tidegate.ports import free_port
+from tidegate.testing.local_cluster import LocalCluster, Ports
 from tidegate.testing.redis_server import RedisServer
 from waiting import wait_until
 

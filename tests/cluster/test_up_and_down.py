@@ -19,8 +19,8 @@ import yaml
 from tidegate.arbiter.client import NAMESPACE, ArbiterClient
 from tidegate.cluster.node import MARK
 from tidegate.errors import NoArbiterError
+from tidegate.ports import free_port
 from tidegate.processes import carriers
-from tidegate.testing.local_cluster import free_port
 from waiting import wait_until
 
 

@@ -23,8 +23,8 @@ from tidegate.gang.order import clocks_problem
 from tidegate.gang.plan import Plan, Slot
 from tidegate.gang.rank import PRELOAD, RankJob, rank_main
 from tidegate.ids import Generation, GpuId, NodeId
+from tidegate.ports import free_port
 from tidegate.spec.policy import GangSpec
-from tidegate.testing.local_cluster import free_port
 from waiting import wait_until
 
 NODE = NodeId("here")

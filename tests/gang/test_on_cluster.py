@@ -38,8 +38,9 @@ from tidegate.gang.host import host_name
 from tidegate.gang.kept import KEPT
 from tidegate.gang.order import RunOrder, RunStatus
 from tidegate.ids import ClaimId, Tier
+from tidegate.ports import free_port
 from tidegate.spec.policy import ArbiterSpec, ClaimsSpec, GangSpec, Policy, ServingSpec
-from tidegate.testing.local_cluster import LocalCluster, Ports, free_port, marked_processes
+from tidegate.testing.local_cluster import LocalCluster, Ports, marked_processes
 from waiting import wait_until
 
 pytestmark = pytest.mark.cluster

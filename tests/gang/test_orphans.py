@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from alive import runs
 from tidegate.processes import AGENT_MARK, carriers, end_carriers
 from waiting import wait_until
 
@@ -114,11 +115,3 @@ def test_no_child_of_a_rank_outlives_its_generation(agent: Agent) -> None:
     assert not any(map(runs, agent.orphans))
     assert runs(agent.own), "what the agent itself has started serves the next generation"
     assert agent.process.poll() is None
-
-
-def runs(pid: int) -> bool:
-    try:
-        # The state follows the command, which stands in brackets; a zombie waits for its reaper only.
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):  # gone before it was opened, or before it was read
-        return False

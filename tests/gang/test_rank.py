@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from alive import runs
 from waiting import wait_until
 
 AGENT = """
@@ -37,15 +38,7 @@ def test_no_rank_outlives_a_killed_agent(tmp_path: Path) -> None:
         agent.send_signal(signal.SIGKILL)
     assert len(pids) == 2
     try:
-        wait_until(lambda: not any(_runs(pid) for pid in pids), 30, "both ranks end")
+        wait_until(lambda: not any(runs(pid) for pid in pids), 30, "both ranks end")
     finally:
-        for pid in filter(_runs, pids):
+        for pid in filter(runs, pids):
             os.kill(pid, signal.SIGKILL)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        # The state follows the command, which stands in brackets; a zombie waits for its reaper only.
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):  # gone before it was opened, or before it was read
-        return False

@@ -35,9 +35,10 @@ from tidegate.gang.host import host_name
 from tidegate.gang.kept import KEPT
 from tidegate.gang.order import RunOrder, RunStatus
 from tidegate.ids import NodeId, coordinator_name
+from tidegate.ports import free_port
 from tidegate.processes import AGENT_MARK
 from tidegate.spec.policy import ArbiterSpec, ClaimsSpec, Policy, ServingSpec
-from tidegate.testing.local_cluster import LocalCluster, Ports, free_port, marked_processes
+from tidegate.testing.local_cluster import LocalCluster, Ports, marked_processes
 from tidegate.train.config import RunConfig
 from waiting import wait_until
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from stand_in import StandIn, answers
 
-from tidegate.testing.local_cluster import free_port
+from tidegate.ports import free_port
 from waiting import wait_until
 
 

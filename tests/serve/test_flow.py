@@ -15,6 +15,7 @@ from stand_in import StandIn
 from tidegate.arbiter.messages import Orders, OverBudget, Spillway
 from tidegate.clock import SystemClock
 from tidegate.ids import GatewayId, Generation, PoolName, ProviderName, RequestId
+from tidegate.ports import free_port
 from tidegate.serve.api import ApiError
 from tidegate.serve.backends import Backends
 from tidegate.serve.flow import LOST_MAX, Answer, Flow
@@ -24,7 +25,6 @@ from tidegate.serve.router_registry import PoolSeen
 from tidegate.serve.routing import RouteRequest, ToLocal
 from tidegate.serve.work import EngineFailedError, ImageJob, Made, PoolBusyError, PoolLostError, Size
 from tidegate.spec.policy import ProviderSpec, ServingSpec
-from tidegate.testing.local_cluster import free_port
 
 A = PoolName("a")
 JOB = ImageJob(

@@ -14,12 +14,12 @@ from PIL import Image
 from stand_in import StandIn
 
 from tidegate.ids import RequestId
+from tidegate.ports import free_port
 from tidegate.serve.providers import connect
 from tidegate.serve.providers.base import ProviderAmbiguousError, ProviderError, ProviderRefusedError
 from tidegate.serve.providers.openai import retry_after_s
 from tidegate.serve.work import ImageJob, Made, Size
 from tidegate.spec.policy import ProviderSpec
-from tidegate.testing.local_cluster import free_port
 
 NOW = 1_000_000.0
 

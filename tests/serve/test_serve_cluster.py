@@ -32,13 +32,13 @@ from stand_in import StandIn
 from tidegate.arbiter.client import ACTOR_NAME, NAMESPACE
 from tidegate.arbiter.messages import GatewayReport, Orders, ReplicaReport, Spillway, Weights
 from tidegate.ids import Generation, NodeId, PoolName, pool_name
+from tidegate.ports import free_port
 from tidegate.serve.admission import Limits
 from tidegate.serve.arbiter_link import canary_job
 from tidegate.serve.ledger import RequestRow, read_rows, read_totals
 from tidegate.serve.router_registry import ROUTERS, PoolSeen
 from tidegate.serve.work import PoolBusyError, Size
 from tidegate.spec.load import load_model
-from tidegate.testing.local_cluster import free_port
 from tidegate.train.config import RunConfig
 from tidegate.train.export import write_export
 from tidegate.train.model import seeded

@@ -19,9 +19,11 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from tidegate.checkpoint.files import write_synced
 from tidegate.cluster.ray_start import CURRENT_CLUSTER, DEFAULT_TEMP_DIR, RayStart, head_start, worker_start
-from tidegate.errors import PortInUseError, TidegateError
-from tidegate.processes import carriers, end_family, family
+from tidegate.errors import TidegateError
+from tidegate.ports import check_port_free
+from tidegate.processes import carriers, end_family, family, program
 from tidegate.spec.policy import ClusterSpec, RedisSpec
 
 MARK = "TIDEGATE_NODE"
@@ -81,7 +83,7 @@ class ThisMachine:
         if spec.redis is not None:
             _check_answers(spec.redis.address, "cluster.redis.address", "start that Redis, or correct the address")
         for field in ("gcs_port", "dashboard_port", "dashboard_agent_port"):
-            check_port_free(getattr(spec, field), f"cluster.{field}")
+            _check_port_free(getattr(spec, field), f"cluster.{field}")
         # Left by a killed head, it makes `ray start` refuse while a node of the same cluster still runs here.
         current = Path(spec.temp_dir or DEFAULT_TEMP_DIR) / CURRENT_CLUSTER
         if current.exists() and current.read_text().strip() == address:
@@ -114,7 +116,7 @@ class ThisMachine:
         yield from self._clear(Role.WORKER)
         _check_answers(head, "--join", "name the head's host and cluster.gcs_port, and see that it runs")
         if self._running(Role.HEAD) is None:  # with the head on the same machine the port is the head's already
-            check_port_free(spec.dashboard_agent_port, "cluster.dashboard_agent_port")
+            _check_port_free(spec.dashboard_agent_port, "cluster.dashboard_agent_port")
         self._start(Role.WORKER, start, head)
         yield f"this node has joined {head}"
 
@@ -128,11 +130,11 @@ class ThisMachine:
             found = True
             # The raylet leaves the cluster in good order, and its workers with it, as long as its GCS still answers;
             # none of the others has anything to save.
-            raylets = [pid for pid in carriers(MARK, record.mark) if _program(pid) == "raylet"]
+            raylets = [pid for pid in carriers(MARK, record.mark) if program(pid) == "raylet"]
             for pid in raylets:
                 _signal(pid, signal.SIGTERM)
             deadline = time.monotonic() + STOP_PATIENCE_S
-            while any(_program(pid) == "raylet" for pid in raylets) and time.monotonic() < deadline:
+            while any(program(pid) == "raylet" for pid in raylets) and time.monotonic() < deadline:
                 time.sleep(0.1)
             left = end_family(MARK, record.mark)
             if left:
@@ -152,9 +154,7 @@ class ThisMachine:
             environment=start.environment,
         )
         # Written first: whatever comes up is known, should we be killed while it does.
-        partial = self._file(role).with_suffix(".partial")
-        partial.write_text(json.dumps(asdict(record), indent=2), encoding="utf-8")
-        partial.replace(self._file(role))
+        write_synced(self._file(role), json.dumps(asdict(record), indent=2).encode())
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", *start.arguments]
         log = self.folder / f"{role}.log"
         try:
@@ -193,7 +193,7 @@ class ThisMachine:
         record = self._read(role)
         if record is None:
             return None
-        names = {name for pid in carriers(MARK, record.mark) if (name := _program(pid)) is not None}
+        names = {program(pid) for pid in carriers(MARK, record.mark)}
         return record if names >= PROGRAMS[role] else None
 
     def _read(self, role: Role) -> Record | None:
@@ -214,15 +214,9 @@ def head_address(spec: ClusterSpec) -> str:
     return f"{ray.util.get_node_ip_address()}:{spec.gcs_port}"
 
 
-def check_port_free(port: int, field: str) -> None:
-    """Raises PortInUseError when something listens on `port`."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError:
-            hint = f"set {field} in policy.yaml to a free port, or end what listens there (`ss -ltnp sport = :{port}`)"
-            raise PortInUseError(port, field, hint) from None
+def _check_port_free(port: int, field: str) -> None:
+    hint = f"set {field} in policy.yaml to a free port, or end what listens there (`ss -ltnp sport = :{port}`)"
+    check_port_free(port, field, hint)
 
 
 def _check_answers(address: str, field: str, fix: str) -> None:
@@ -262,14 +256,6 @@ def _as_mapping(arguments: tuple[str, ...]) -> dict[str, str]:
 
 def _without_secrets(arguments: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(argument for argument in arguments if not argument.startswith("--redis-password="))
-
-
-def _program(pid: int) -> str | None:
-    try:
-        first = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0]
-    except OSError:  # it has ended meanwhile
-        return None
-    return Path(os.fsdecode(first)).name
 
 
 def _signal(pid: int, number: int) -> None:

@@ -12,7 +12,6 @@ import logging
 import multiprocessing
 import os
 import signal
-import socket
 import time
 import uuid
 from dataclasses import dataclass, field
@@ -29,7 +28,8 @@ from tidegate.gang.plan import Member, Plan, RankBeat, Reply, Slot
 from tidegate.gang.rank import RankJob, rank_main
 from tidegate.gang.warm_node import no_main_module, use_warm
 from tidegate.ids import Generation, NodeId
-from tidegate.processes import AGENT_MARK, end_carriers, start_undertaker
+from tidegate.ports import free_port
+from tidegate.processes import AGENT_MARK, end_carriers, process_began_s, start_undertaker
 from tidegate.train.config import RunConfig
 
 log = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class NodeAgent:
         warm = use_warm(self.node)
         context = multiprocessing.get_context("forkserver")
         try:
-            self._join({"process_at_s": _process_began_s(), "began_at_s": began_s, "warm": float(warm)})
+            self._join({"process_at_s": process_began_s(), "began_at_s": began_s, "warm": float(warm)})
             while True:
                 reply = self._beat()
                 if reply is not None and self._obey(reply, context):
@@ -108,7 +108,7 @@ class NodeAgent:
 
     def _join(self, times: dict[str, float]) -> None:
         """Until it is confirmed: a gang that doesn't know of this agent would not watch its ranks (C042)."""
-        member = Member(node=self.node, agent=self.name, address=self.address, port=_free_port(), times=times)
+        member = Member(node=self.node, agent=self.name, address=self.address, port=free_port(), times=times)
         while self._ask("join", member) is not True:
             time.sleep(self.job.heartbeat_s)
 
@@ -132,7 +132,7 @@ class NodeAgent:
             node=self.node,
             agent=self.name,
             generation=self.generation,
-            port=_free_port(),
+            port=free_port(),
             ranks=tuple(rank.beat() for rank in self.ranks),
         )
         reply: Reply | None = self._ask("beat", report)
@@ -198,20 +198,6 @@ class NodeAgent:
             if left:
                 log.warning("processes of ended ranks live on: %s", left)
         self.ranks = []
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def _process_began_s() -> float:
-    """When this process was started, by the wall clock."""
-    with open("/proc/self/stat", encoding="utf-8") as file:
-        ticks = int(file.read().rsplit(")", 1)[1].split()[19])
-    return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
 
 
 def train_fn(settings: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import MutableSequence
 
 from tidegate.gang.plan import RankBeat
+from tidegate.processes import state_of
 from tidegate.train.progress import Phase
 
 FIELDS = 9
@@ -45,17 +46,8 @@ def read(cells: MutableSequence[float], rank: int, pid: int, exit_code: int | No
         loss=None if math.isnan(loss) else loss,
         committed_step=int(cells[_COMMITTED]),
         stopping=cells[_STOP] != 0.0,
-        process_state=_process_state(pid) if exit_code is None else "",
+        process_state=state_of(pid) if exit_code is None else "",
     )
-
-
-def _process_state(pid: int) -> str:
-    """The kernel's letter for the process's main thread; empty where it has just ended."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            return file.read().rsplit(")", 1)[1].split()[0]
-    except OSError:
-        return ""
 
 
 class SharedProgress:

@@ -15,7 +15,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,8 +24,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tidegate.cluster.ray_start import CURRENT_CLUSTER, RayStart, head_start, worker_start
-from tidegate.errors import PortInUseError, TidegateError
-from tidegate.processes import carriers, end_family, family
+from tidegate.errors import TidegateError
+from tidegate.ports import check_port_free, free_port
+from tidegate.processes import carriers, end_family, family, program
 from tidegate.spec.policy import ClusterSpec, RedisSpec
 
 log = logging.getLogger(__name__)
@@ -35,6 +35,7 @@ MARKER = "TIDEGATE_LOCAL_CLUSTER"
 NODE_MARKER = "TIDEGATE_LOCAL_NODE"
 START_DEADLINE_S = 150.0
 START_TRIES = 3
+CHOOSE_ANOTHER = "choose another with --base-port"
 _PR_SET_PDEATHSIG = 1
 
 
@@ -83,7 +84,7 @@ class LocalCluster:
 
     def __enter__(self) -> LocalCluster:
         for port, purpose in ((self.ports.gcs, "Ray's GCS"), (self.ports.dashboard, "Ray's dashboard")):
-            check_port_free(port, purpose)
+            check_port_free(port, purpose, CHOOSE_ANOTHER)
         # Ray's unix sockets lie below; their paths may have 107 characters at most.
         self.temp_dir = Path(tempfile.mkdtemp(prefix="tg-"))
         self.host = _own_address()
@@ -249,37 +250,12 @@ class LocalCluster:
         deadline, had_raylet = time.monotonic() + START_DEADLINE_S, False
         while b"--block" not in (text := said.read_bytes()):
             # `ray start` itself waits for a raylet that has died.
-            has_raylet = any(_is_raylet(pid) for pid in carriers(NODE_MARKER, extra[NODE_MARKER]))
+            has_raylet = any(program(pid) == "raylet" for pid in carriers(NODE_MARKER, extra[NODE_MARKER]))
             died = had_raylet and not has_raylet
             had_raylet = has_raylet
             if died or process.poll() is not None or time.monotonic() > deadline:
                 raise ClusterStartError(f"ray start {' '.join(command[5:])}\n{text.decode(errors='replace')[-2000:]}")
             time.sleep(0.25)
-
-
-def _is_raylet(pid: int) -> bool:
-    try:
-        return b"/raylet/raylet\0" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:  # it has ended meanwhile
-        return False
-
-
-def check_port_free(port: int, purpose: str, how_to_choose: str = "choose another with --base-port") -> None:
-    """Raises PortInUseError when something listens on `port`."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError:
-            raise PortInUseError(port, purpose, how_to_choose) from None
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def marked_processes(marker: str) -> tuple[int, ...]:

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tidegate.errors import TidegateError
+from tidegate.ports import free_port
 from tidegate.spec.policy import RedisSpec
-from tidegate.testing.local_cluster import end_with_parent, free_port
+from tidegate.testing.local_cluster import end_with_parent
 
 PROGRAM = "redis-server"
 START_DEADLINE_S = 20.0

@@ -19,8 +19,9 @@ import yaml
 
 from tidegate.cli.demo.digits import write_images
 from tidegate.errors import TidegateError
+from tidegate.ports import check_port_free
 from tidegate.testing import fake_nvml
-from tidegate.testing.local_cluster import LocalCluster, Ports, check_port_free, end_with_parent
+from tidegate.testing.local_cluster import CHOOSE_ANOTHER, LocalCluster, Ports, end_with_parent
 
 NODES = ("node-a", "node-b", "node-c")
 GPUS_PER_NODE = 2
@@ -93,7 +94,7 @@ class Stage:
         if missing:
             raise StageError(f"{self.root} has no {missing[0]}\nhint: run the demo from the repository's root")
         for port, purpose in ((self.http_port, "the HTTP endpoint"), (self.provider_port, "the stand-in provider")):
-            check_port_free(port, purpose)
+            check_port_free(port, purpose, CHOOSE_ANOTHER)
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
         library = fake_nvml.build(self.folder / "nvml")
