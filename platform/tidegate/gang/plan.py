@@ -77,7 +77,7 @@ class Reply:
     plan: Plan | None = None
     """Ranks of this generation and of no other; None = what it holds."""
     clear: bool = False
-    """No ranks at all for now."""
+    """It holds no rank until a plan comes."""
     stop: bool = False
     """Ranks save and leave, all at the same step."""
     over: bool = False
