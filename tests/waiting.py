@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 
@@ -13,3 +14,12 @@ def wait_until(condition: Callable[[], object], deadline_s: float, what: str) ->
         if time.monotonic() > ends_s:
             raise AssertionError(f"not within {deadline_s:g} s: {what}")
         time.sleep(0.01)
+
+
+async def until(condition: Callable[[], object], deadline_s: float, what: str) -> None:
+    """As `wait_until`, while the event loop goes on."""
+    ends_s = time.monotonic() + deadline_s
+    while not condition():
+        if time.monotonic() > ends_s:
+            raise AssertionError(f"not within {deadline_s:g} s: {what}")
+        await asyncio.sleep(0.001)

@@ -21,7 +21,7 @@ from tidegate.ids import NodeId
 from tidegate.spec.policy import HealthSpec, TemperatureRule
 from tidegate.testing.fake_nvml import NvmlState, uuid_of
 from tidegate.testing.memory_arbiter import MemoryArbiter
-from waiting import wait_until
+from waiting import until, wait_until
 
 SPEC = HealthSpec()
 
@@ -78,7 +78,6 @@ async def ticks_until(agent: HealthAgent, seen: Callable[[HealthReport], object]
     while time.monotonic() < ends_s:
         report = await agent.tick()
         if seen(report):
-            await asyncio.sleep(0)  # its sending gets its turn
             return report
         await asyncio.sleep(0.01)
     raise AssertionError(f"no report shows {what}")
@@ -102,6 +101,7 @@ def test_the_report_lists_every_gpu_and_none_where_there_is_no_value(bench: Benc
         assert [gpu.temperature_celsius for gpu in report.gpus] == [61.0, None, None, 77.0]
         assert [gpu.index for gpu in report.gpus] == [0, 1, 2, 3]
         assert (report.verdicts, report.source_error, report.node) == ((), None, bench.node)
+        await until(lambda: bench.arbiter.health, 10, "the report is sent")
         assert bench.arbiter.health == [report]
         assert bench.dials.shown == [report]
 
@@ -165,14 +165,15 @@ def test_the_arbiter_may_be_away(bench: Bench, state: NvmlState, caplog: pytest.
         bench.arbiter.away = True
         state.set(0, "temp", 79)
         await ticks_until(agent, rules, "the verdict")
-        for _ in range(5):
+        await until(lambda: bench.arbiter.asked, 10, "the verdict is sent")
+        for sent in range(bench.arbiter.asked, bench.arbiter.asked + 5):
             await agent.tick()
-            await asyncio.sleep(0)
+            await until(lambda sent=sent: bench.arbiter.asked > sent, 10, "the next report is sent")
         assert bench.arbiter.health == []
         assert sum("no arbiter answers" in line for line in caplog.messages) == 1, "said once, not at each look"
         bench.arbiter.away = False
         await agent.tick()
-        await asyncio.sleep(0)
+        await until(lambda: bench.arbiter.health, 10, "the arbiter has a report")
         assert rules(bench.arbiter.health[-1]) == ["temperature"]
         assert caplog.messages[-1] == "health: the arbiter answers again"
 
@@ -215,9 +216,9 @@ def test_an_arbiter_that_fails_is_told_again(bench: Bench) -> None:
     async def story() -> None:
         broken = BrokenArbiter()
         agent = bench.agent(reporter=broken)
-        for _ in range(5):
+        for sent in range(5):
             await agent.tick()
-            await asyncio.sleep(0)
+            await until(lambda sent=sent: broken.asked > sent, 10, "it is told again")
         assert broken.asked == 5
 
     asyncio.run(story())
@@ -307,9 +308,7 @@ def test_the_loop_keeps_its_period(bench: Bench) -> None:
     async def story() -> None:
         running = asyncio.create_task(bench.agent(HealthSpec(period_s=0.05)).run())
         started_s = time.monotonic()
-        while len(bench.dials.shown) < 11:
-            await asyncio.sleep(0.005)
-            assert time.monotonic() - started_s < 10
+        await until(lambda: len(bench.dials.shown) >= 11, 10, "eleven looks")
         assert time.monotonic() - started_s >= 0.48, "ten periods"
         running.cancel()
 

@@ -25,6 +25,7 @@ from tidegate.serve.router_registry import PoolSeen
 from tidegate.serve.routing import RouteRequest, ToLocal
 from tidegate.serve.work import EngineFailedError, ImageJob, Made, PoolBusyError, PoolLostError, Size
 from tidegate.spec.policy import ProviderSpec, ServingSpec
+from waiting import until
 
 A = PoolName("a")
 JOB = ImageJob(
@@ -325,8 +326,7 @@ def test_a_lost_answer_is_made_at_home_when_there_is_room(street: Street, stand_
     async def story(house: House) -> None:
         house.order(Spillway.OPEN, a=0)
         asking = asyncio.create_task(house.ask())
-        while not house.backends.view(0.0).providers[0].resting_until_s:
-            await asyncio.sleep(0.01)
+        await until(lambda: house.backends.view(0.0).providers[0].resting_until_s, 10, "the provider rests")
         house.order(Spillway.OPEN)
         assert (await asking).backend == "local/a"
 
@@ -353,8 +353,7 @@ def test_the_deadline_is_one_for_all_attempts(street: Street) -> None:
 def test_a_client_that_leaves_gives_its_place_back(street: Street) -> None:
     async def story(house: House) -> None:
         asks = [asyncio.create_task(house.ask(name)) for name in ("at work", "at work too", "in the line")]
-        while house.pools.ongoing < 2:
-            await asyncio.sleep(0.01)
+        await until(lambda: house.pools.ongoing >= 2, 10, "two are at work")
         assert house.flow.dispatcher.waiting == 1
         asks[2].cancel()
         await asyncio.gather(asks[2], return_exceptions=True)
@@ -409,8 +408,7 @@ def test_a_client_that_leaves_in_the_moment_of_its_placing_holds_no_slot(street:
         assert isinstance(first, ToLocal)
         assert isinstance(second, ToLocal)
         leaving = asyncio.create_task(line.place(route))
-        while not line.waiting:
-            await asyncio.sleep(0)
+        await until(lambda: line.waiting, 10, "it waits")
         line.done(first)  # places the one that waits ...
         assert line.waiting == 0
         leaving.cancel()  # ... and its client is gone before it could know

@@ -15,6 +15,7 @@ from tidegate.ids import PoolName
 from tidegate.serve.router import SpillRouter
 from tidegate.serve.router_registry import ROUTERS, PoolSeen
 from tidegate.serve.work import PoolBusyError
+from waiting import until
 
 POOL = DeploymentID("pool-a", "images")
 
@@ -84,7 +85,7 @@ def test_a_free_replica_is_chosen() -> None:
     async def story() -> None:
         free, full = Replica("free", queue=1), Replica("full", queue=2)
         router = router_of(free, full)
-        await asyncio.sleep(0.01)  # both were asked
+        await until(lambda: free.asked and full.asked, 10, "both were asked")
         assert await router._choose_replica_for_request(request()) is free
         assert not router._pending_requests_by_id
 
@@ -93,8 +94,9 @@ def test_a_free_replica_is_chosen() -> None:
 
 def test_a_full_pool_refuses_at_once_and_forgets_the_request() -> None:
     async def story() -> None:
-        router = router_of(Replica("full", queue=2))
-        await asyncio.sleep(0.01)
+        full = Replica("full", queue=2)
+        router = router_of(full)
+        await until(lambda: full.asked, 10, "it was asked")
         with pytest.raises(PoolBusyError):
             await router._choose_replica_for_request(request())
         assert not router._pending_requests_by_id
@@ -115,8 +117,7 @@ def test_a_pool_that_becomes_empty_refuses_those_in_hand() -> None:
         silent = Replica("silent", queue=None)
         router = router_of(silent)
         choosing = asyncio.create_task(router._choose_replica_for_request(request()))
-        while silent.asked < 2:  # once when it joined, once for the request
-            await asyncio.sleep(0.01)
+        await until(lambda: silent.asked >= 2, 10, "it was asked when it joined, and for the request")
         router.update_replicas([])
         with pytest.raises(PoolBusyError):
             await choosing
@@ -155,7 +156,7 @@ def test_a_queue_longer_than_what_was_sent_is_asked_for_again() -> None:
     async def story() -> None:
         replica = Replica("a")
         router = router_of(replica)
-        await asyncio.sleep(0.01)
+        await until(lambda: replica.asked, 10, "it was asked")
         router.on_send_request(replica.replica_id)
         router.on_send_request(replica.replica_id)
         asked = replica.asked
@@ -165,8 +166,7 @@ def test_a_queue_longer_than_what_was_sent_is_asked_for_again() -> None:
         router.on_request_completed(replica.replica_id, "one")
         router.on_request_completed(replica.replica_id, "two")
         assert router.seen().ongoing == 2  # the cache was not told
-        while router.seen().ongoing:
-            await asyncio.sleep(0.01)
+        await until(lambda: not router.seen().ongoing, 10, "the doubt is resolved")
         assert replica.asked == asked + 1
 
     in_loop(story)

@@ -11,9 +11,12 @@ class MemoryArbiter:
 
     def __init__(self) -> None:
         self.health: list[HealthReport] = []
+        self.asked = 0
+        """Reports that were sent to it, away or not."""
         self.away = False
 
     async def report_health(self, report: HealthReport) -> None:
+        self.asked += 1
         if self.away:
             raise NoArbiterError("away")
         self.health.append(report)
