@@ -81,10 +81,14 @@ def test_no_replica_is_moved_for_a_weaker_class() -> None:
 
 def suspected(seen: View, name: str) -> Book:
     """A book with a finding on the node that the fleet brake holds back."""
-    finding = Verdict(
+    return apply(Book(), Brake(verdict=hot(name, "g"), reason="fleet brake", at_s=0.0))
+
+
+def hot(name: str, gpu: str) -> Verdict:
+    return Verdict(
         at_s=0.0,
         node=NodeId(name * 14),
-        gpu=GpuId("g"),
+        gpu=GpuId(gpu),
         rule="temperature",
         action=Action.EVICT_GPU,
         when=When.NOW,
@@ -92,24 +96,12 @@ def suspected(seen: View, name: str) -> Book:
         evidence="79 °C",
         ends="70 °C",
     )
-    return apply(Book(), Brake(verdict=finding, reason="fleet brake", at_s=0.0))
 
 
 def quarantined(*names: str) -> Book:
     book = Book()
     for name in names:
-        finding = Verdict(
-            at_s=0.0,
-            node=NodeId(name * 14),
-            gpu=GpuId(f"{name * 3}-0"),
-            rule="temperature",
-            action=Action.EVICT_GPU,
-            when=When.NOW,
-            tier=Tier.SERVE,
-            evidence="79 °C",
-            ends="70 °C",
-        )
-        book = apply(book, Impose(verdict=finding, at_s=0.0))
+        book = apply(book, Impose(verdict=hot(name, f"{name * 3}-0"), at_s=0.0))
     return book
 
 

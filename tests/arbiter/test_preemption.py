@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from story import NODES, WITH_PROVIDER, Story, ask
@@ -216,15 +217,17 @@ def test_patience_ends_in_the_queue(story: Story) -> None:
 # --- serving against what is below it ---------------------------------------------------------------------------
 
 
-def idle(story: Story) -> None:
+def idle(policy: Policy = POLICY, **what: Any) -> Story:
+    """Serving has every GPU, and nobody asks it for anything."""
+    story = Story(policy=policy, **what)
+    story.tick(10)
     story.gateway_says["local_busy_replicas"] = 0.0
+    return story
 
 
 def test_idle_replicas_give_way_to_a_scavenger_and_come_back_with_the_traffic() -> None:
     """C031, both ways: training takes what is idle, serving takes it back when requests overflow."""
-    story = Story(policy=POLICY)
-    story.tick(10)
-    idle(story)
+    story = idle()
     claim = story.file(ask(gpus=6, at_least=2, claim_class="scavenger"))
     story.train(claim)
     assert len(story.claim(claim).nodes) == 2, "one replica more than is busy stays, so one whole node does"
@@ -257,9 +260,7 @@ def test_busy_replicas_are_not_lent() -> None:
 
 
 def test_requests_on_the_way_count_though_the_last_minute_was_idle() -> None:
-    story = Story(policy=POLICY)
-    story.tick(10)
-    idle(story)
+    story = idle()
     story.gateway_says["pools"] = tuple(PoolLoad(pool=pool_name(node), replicas=2, ongoing=2) for node in NODES)
     claim = story.file(ask(gpus=6, at_least=2, claim_class="scavenger"))
     story.tick(20)
@@ -267,9 +268,7 @@ def test_requests_on_the_way_count_though_the_last_minute_was_idle() -> None:
 
 
 def test_a_burst_that_passes_takes_nothing_back() -> None:
-    story = Story(policy=POLICY)
-    story.tick(10)
-    idle(story)
+    story = idle()
     claim = story.file(ask(gpus=6, at_least=2, claim_class="scavenger"))
     story.train(claim)
     for _ in range(20):
@@ -281,9 +280,7 @@ def test_a_burst_that_passes_takes_nothing_back() -> None:
 
 
 def test_gateways_that_are_gone_need_nothing() -> None:
-    story = Story(policy=POLICY)
-    story.tick(10)
-    idle(story)
+    story = idle()
     claim = story.file(ask(gpus=6, at_least=2, claim_class="scavenger"))
     story.train(claim)
     story.gateway_says["waiting"] = 3
@@ -294,9 +291,7 @@ def test_gateways_that_are_gone_need_nothing() -> None:
 
 
 def test_overflow_leaves_at_once_when_a_stronger_claim_takes_what_was_lent() -> None:
-    story = Story(policy=POLICY)
-    story.tick(10)
-    idle(story)
+    story = idle()
     weak = story.file(ask("weak", gpus=4, at_least=4, claim_class="scavenger"))
     story.train(weak)
     assert story.loop.book.orders.spillway is Spillway.CLOSED
@@ -306,9 +301,7 @@ def test_overflow_leaves_at_once_when_a_stronger_claim_takes_what_was_lent() -> 
 
 
 def test_only_as_many_leave_as_the_overflow_needs() -> None:
-    story = Story(policy=POLICY, fleet=FakeFleet(slots=dict.fromkeys(NINE, 2)))
-    story.tick(10)
-    idle(story)
+    story = idle(fleet=FakeFleet(slots=dict.fromkeys(NINE, 2)))
     claims = [story.file(ask(f"s{n}", gpus=2, at_least=2, claim_class="scavenger")) for n in range(6)]
     for claim in claims:
         story.train(claim)
@@ -358,9 +351,7 @@ def test_a_claim_that_has_waited_for_the_dwell_time_itself_gets_them_at_once() -
 
 def test_nobody_leaves_in_the_stead_of_nodes_that_rest() -> None:
     policy = POLICY.model_copy(update={"claims": ClaimsSpec(classes=CLASSES, dwell_s=20.0)})
-    story = Story(policy=policy)
-    story.tick(10)
-    idle(story)
+    story = idle(policy)
     scavenger = story.file(ask("scavenger", gpus=2, at_least=2, claim_class="scavenger"))
     story.train(scavenger)
     first = story.file(ask("first", gpus=4, at_least=4))

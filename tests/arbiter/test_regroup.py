@@ -291,7 +291,8 @@ def test_too_few_gpus_are_made_up_for_at_once(spare: Story) -> None:
     assert granted(spare, claim) == {A: 2, B: 1, C: 2}
 
 
-def test_a_node_that_comes_back_is_freed_first_and_joins_after_a_checkpoint() -> None:
+def with_a_node_to_join() -> tuple[Story, ClaimId]:
+    """A gang that has lost one of its two nodes, takes no checkpoint for now, and could have C."""
     story = Story(fleet=fleet(A, B))
     claim = running(story)
     story.fleet.lose(B)
@@ -300,6 +301,11 @@ def test_a_node_that_comes_back_is_freed_first_and_joins_after_a_checkpoint() ->
     story.gang(claim).checkpoint_every_s = None
     story.fleet.join(C, 2)
     story.tick(30)
+    return story, claim
+
+
+def test_a_node_that_comes_back_is_freed_first_and_joins_after_a_checkpoint() -> None:
+    story, claim = with_a_node_to_join()
     assert story.claim(claim).joining == (C,)
     assert story.claim(claim).state is ClaimState.RUNNING
     assert story.fleet.pools[C].running == 0
@@ -310,14 +316,7 @@ def test_a_node_that_comes_back_is_freed_first_and_joins_after_a_checkpoint() ->
 
 
 def test_nobody_grows_while_an_equal_waits_and_what_was_joining_goes_back() -> None:
-    story = Story(fleet=fleet(A, B))
-    claim = running(story)
-    story.fleet.lose(B)
-    story.until(claim, ClaimState.DRAINING)
-    story.until(claim, ClaimState.RUNNING)
-    story.gang(claim).checkpoint_every_s = None
-    story.fleet.join(C, 2)
-    story.tick(30)
+    story, claim = with_a_node_to_join()
     assert story.claim(claim).joining == (C,)
     waits = story.file(ask("waits", gpus=2, at_least=2))
     story.until(waits, ClaimState.GRANTED)
@@ -326,14 +325,7 @@ def test_nobody_grows_while_an_equal_waits_and_what_was_joining_goes_back() -> N
 
 
 def test_a_joining_node_that_dies_is_forgotten() -> None:
-    story = Story(fleet=fleet(A, B))
-    claim = running(story)
-    story.fleet.lose(B)
-    story.until(claim, ClaimState.DRAINING)
-    story.until(claim, ClaimState.RUNNING)
-    story.gang(claim).checkpoint_every_s = None
-    story.fleet.join(C, 2)
-    story.tick(30)
+    story, claim = with_a_node_to_join()
     story.fleet.lose(C)
     story.tick(3)
     assert (story.claim(claim).joining, story.claim(claim).state) == ((), ClaimState.RUNNING)

@@ -260,19 +260,7 @@ def test_beats_of_an_older_generation_or_agent_change_nothing(running: Life, age
     now = running.gang
     assert now.plan is not None
     assert now.plan.generation == 2
-    dead = RankBeat(
-        rank=0,
-        pid=100,
-        exit_code=-9,
-        step=8,
-        first_step=1,
-        first_step_at_s=0.0,
-        phase="stepping",
-        idle_s=0.0,
-        progress_at_s=0.0,
-        loss=None,
-        committed_step=99,
-    )
+    dead = replace(rank_beat(0), exit_code=-9, committed_step=99)
     running.happen(Beaten(node=NODES[0], agent=agent, generation=Generation(generation), port=7001, ranks=(dead,)))
     assert running.gang == now
 
