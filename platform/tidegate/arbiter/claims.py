@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tidegate.arbiter import pools
-from tidegate.arbiter.claim import Claim, group_name
+from tidegate.arbiter.claim import Claim
 from tidegate.arbiter.drain import close, drain
 from tidegate.arbiter.grants import give, is_listed, unknown_memory
 from tidegate.arbiter.messages import GangPhase
-from tidegate.arbiter.moves import CreateGroup, Probe, RemoveGroup
+from tidegate.arbiter.moves import Probe, RemoveGroup
 from tidegate.arbiter.placement import Placement
 from tidegate.arbiter.preemption import leave, preempted, reclaim, victims
 from tidegate.arbiter.regroup import again, regroup, unfit
 from tidegate.arbiter.search import resting, search
-from tidegate.arbiter.situation import NOTHING, Moves, Situation, advance, named, note
+from tidegate.arbiter.situation import NOTHING, Moves, Situation, advance, let_go, named, note, reserve, unreserve
 from tidegate.arbiter.states import HOLDING, WAITING, ClaimState
 from tidegate.arbiter.view import GroupState
 from tidegate.ids import pool_name
@@ -25,11 +25,7 @@ REPORTS_WAITED_FOR = 3
 
 def claim_moves(s: Situation) -> Moves:
     """What the claims' turn brings: one claim's step at a time."""
-    left = [
-        RemoveGroup(claim=claim.id, group=group_name(claim))
-        for claim in map(s.book.claims.__getitem__, s.view.groups)
-        if claim.state not in HOLDING
-    ]
+    left = [unreserve(claim) for claim in map(s.book.claims.__getitem__, s.view.groups) if claim.state not in HOLDING]
     left += [RemoveGroup(claim=claim, group=name) for name, claim in s.view.leaked.items()]
     if left:  # a crash between the journal and the act, or the gang has left
         return tuple(left), "reservations that no claim stands on any more"
@@ -146,20 +142,17 @@ def _begin(s: Situation, claim: Claim, found: Placement, leaving: tuple[Claim, .
         why = f"{why}; {named(leaving)} must leave"
     moves, said = advance(s, claim, ClaimState.DRAINING, f"{why}; {found.reason}", nodes=found.nodes)
     out = [move for other in leaving for move in leave(s, other, f"{claim.spec.name} goes first")]
-    group = CreateGroup(claim=claim.id, nodes=found.nodes, gpus_per_node=s.view.nodes[found.nodes[0]].gpu_slots)
-    return (*moves, *out, group, *close(s, claim, found.nodes)), said
+    return (*moves, *out, reserve(s, claim, found.nodes), *close(s, claim, found.nodes)), said
 
 
 # --- holding ----------------------------------------------------------------------------------------------------
 
 
 def _draining(s: Situation, claim: Claim, over: str | None) -> Moves:
-    remove = RemoveGroup(claim=claim.id, group=group_name(claim))
     if over is not None and claim.ever_ran:
         return advance(s, claim, ClaimState.RETURNING, over)
     if over is not None:
-        moves, said = advance(s, claim, ClaimState.UNDONE, f"released: {over}")
-        return (*moves, remove), said
+        return let_go(s, claim, ClaimState.UNDONE, f"released: {over}")
     changed = unfit(s, claim)
     if changed is not None:
         return again(s, claim, changed)
@@ -167,12 +160,10 @@ def _draining(s: Situation, claim: Claim, over: str | None) -> Moves:
         why = f"not ready within {s.deadline_s(claim):.0f} s"
         if unknown := unknown_memory(s, claim):
             why = f"{why}: {unknown}"
-        moves, said = advance(s, claim, ClaimState.QUEUED if claim.ever_ran else ClaimState.UNDONE, why)
-        return (*moves, remove), said
+        return let_go(s, claim, ClaimState.QUEUED if claim.ever_ran else ClaimState.UNDONE, why)
     group = s.group(claim)
     if group is GroupState.ABSENT:  # a crash between the journal and the act
-        slots = s.view.nodes[claim.nodes[0]].gpu_slots
-        return (CreateGroup(claim=claim.id, nodes=claim.nodes, gpus_per_node=slots),), "the reservation is missing"
+        return (reserve(s, claim, claim.nodes),), "the reservation is missing"
     if group is GroupState.READY:
         settles_s = REPORTS_WAITED_FOR * s.policy.health.period_s
         if s.view.up_for_s < settles_s and not all(is_listed(s, node) for node in claim.nodes):

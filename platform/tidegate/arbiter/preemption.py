@@ -6,12 +6,12 @@ old place. Nobody is asked to leave unless that makes the claim's placement poss
 
 from __future__ import annotations
 
-from tidegate.arbiter.claim import Claim, group_name
+from tidegate.arbiter.claim import Claim
 from tidegate.arbiter.messages import GangPhase
-from tidegate.arbiter.moves import Move, RemoveGroup
+from tidegate.arbiter.moves import Move
 from tidegate.arbiter.placement import Placement, work_lost_s
 from tidegate.arbiter.search import search
-from tidegate.arbiter.situation import NOTHING, Moves, Situation, advance, ids, named
+from tidegate.arbiter.situation import NOTHING, Moves, Situation, advance, ids, let_go, named
 from tidegate.arbiter.states import HOLDING, ClaimState
 from tidegate.arbiter.view import overflow
 from tidegate.ids import pool_name
@@ -62,7 +62,7 @@ def leave(s: Situation, claim: Claim, why: str, by_s: float | None = None) -> tu
     if claim.state is ClaimState.PREEMPTED:
         return ()
     if claim.state is ClaimState.DRAINING:
-        return (*advance(s, claim, ClaimState.QUEUED, why)[0], RemoveGroup(claim=claim.id, group=group_name(claim)))
+        return let_go(s, claim, ClaimState.QUEUED, why)[0]
     by_s = s.now_s + s.policy.claims.preempt_notice_s if by_s is None else by_s
     return advance(s, claim, ClaimState.PREEMPTED, why, leave_by_s=by_s)[0]
 
@@ -76,8 +76,7 @@ def preempted(s: Situation, claim: Claim) -> Moves:
         why = f"its notice is over; {claim.reason}"
     else:
         return NOTHING
-    moves, said = advance(s, claim, ClaimState.QUEUED, why)
-    return (*moves, RemoveGroup(claim=claim.id, group=group_name(claim))), said
+    return let_go(s, claim, ClaimState.QUEUED, why)
 
 
 def reclaim(s: Situation) -> Moves:

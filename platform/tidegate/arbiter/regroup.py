@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import math
 
-from tidegate.arbiter.claim import Claim, group_name
+from tidegate.arbiter.claim import Claim
 from tidegate.arbiter.drain import close, drain, is_empty
 from tidegate.arbiter.grants import fit_on, give_again
 from tidegate.arbiter.messages import GangPhase
-from tidegate.arbiter.moves import CreateGroup, Evict, Join, Move, RemoveGroup
+from tidegate.arbiter.moves import Evict, Join, Move
 from tidegate.arbiter.placement import nodes_wanted
 from tidegate.arbiter.preemption import leave
 from tidegate.arbiter.search import search
-from tidegate.arbiter.situation import NOTHING, Moves, Situation, advance
+from tidegate.arbiter.situation import NOTHING, Moves, Situation, advance, let_go, reserve, unreserve
 from tidegate.arbiter.states import WAITING, ClaimState
 from tidegate.arbiter.view import GroupState, gpus_of, is_out
 from tidegate.ids import NodeId
@@ -67,8 +67,7 @@ def again(s: Situation, claim: Claim, why: str) -> Moves:
     found = search(s, claim, keep=keep, may_move_serving=s.may_spill)
     if found is not None:
         return _form(s, claim, found.nodes, f"{why}; again on {found.reason}")
-    moves, said = advance(s, claim, ClaimState.QUEUED, f"{why}; {claim.spec.min_gpus} fit GPUs can't be had now")
-    return (*moves, RemoveGroup(claim=claim.id, group=group_name(claim))), said
+    return let_go(s, claim, ClaimState.QUEUED, f"{why}; {claim.spec.min_gpus} fit GPUs can't be had now")
 
 
 def _swap_or_grow(s: Situation, claim: Claim, out: list[NodeId], draining: list[NodeId]) -> Moves:
@@ -112,10 +111,7 @@ def _join(s: Situation, claim: Claim, nodes: tuple[NodeId, ...], why: str) -> Mo
 def _form(s: Situation, claim: Claim, nodes: tuple[NodeId, ...], why: str) -> Moves:
     """Under a new placement group. The old one goes first: its bundles lie on the same GPUs."""
     moves, said = advance(s, claim, ClaimState.DRAINING, why, nodes=nodes)
-    slots = s.view.nodes[nodes[0]].gpu_slots
-    remove = RemoveGroup(claim=claim.id, group=group_name(claim))
-    create = CreateGroup(claim=claim.id, nodes=nodes, gpus_per_node=slots)
-    return (*moves, remove, create, *close(s, claim, nodes)), said
+    return (*moves, unreserve(claim), reserve(s, claim, nodes), *close(s, claim, nodes)), said
 
 
 def _notices(s: Situation, claim: Claim, draining: list[NodeId]) -> Moves:

@@ -11,9 +11,9 @@ from functools import cached_property
 
 from tidegate.arbiter import purse
 from tidegate.arbiter.book import Book
-from tidegate.arbiter.claim import Claim
+from tidegate.arbiter.claim import Claim, group_name
 from tidegate.arbiter.messages import GangPhase, GangReport, GatewayReport, OverBudget
-from tidegate.arbiter.moves import Advance, Move
+from tidegate.arbiter.moves import Advance, CreateGroup, Move, RemoveGroup
 from tidegate.arbiter.states import ClaimState
 from tidegate.arbiter.view import GroupState, View, live_gateways
 from tidegate.ids import ClaimId, NodeId, PoolName, pool_name
@@ -123,6 +123,20 @@ def advance(
 ) -> tuple[tuple[Advance], str]:
     move = Advance(claim=claim.id, to=to, reason=reason, at_s=s.now_s, nodes=nodes, leave_by_s=leave_by_s)
     return (move,), f"{claim.spec.name}: {to}: {reason}"
+
+
+def let_go(s: Situation, claim: Claim, to: ClaimState, reason: str) -> Moves:
+    """Into a state without GPUs; its reservation goes too."""
+    moves, said = advance(s, claim, to, reason)
+    return (*moves, unreserve(claim)), said
+
+
+def reserve(s: Situation, claim: Claim, nodes: tuple[NodeId, ...]) -> CreateGroup:
+    return CreateGroup(claim=claim.id, nodes=nodes, gpus_per_node=s.view.nodes[nodes[0]].gpu_slots)
+
+
+def unreserve(claim: Claim) -> RemoveGroup:
+    return RemoveGroup(claim=claim.id, group=group_name(claim))
 
 
 def note(s: Situation, claim: Claim, reason: str) -> Moves:
