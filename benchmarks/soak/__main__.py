@@ -35,15 +35,15 @@ from benchmarks.soak.hands import Hands, gang_of
 from benchmarks.soak.summary import Happened, Summary, page, write
 
 from tidegate.arbiter.client import ArbiterClient
-from tidegate.arbiter.journal import read_lines
 from tidegate.cli.connect import connect
 from tidegate.cli.demo.client import SteadyClient
 from tidegate.cli.demo.looking import LOOK_EVERY_S, Look, claim_state, gang_step, running, wait_for
 from tidegate.cli.demo.stage import GPUS_PER_NODE, JOB, MODEL, Stage, set_up
 from tidegate.errors import NoArbiterError
+from tidegate.json_lines import read_lines
 from tidegate.ports import free_port
 from tidegate.serve.ledger import read_rows, read_totals
-from tidegate.telemetry.goodput import SPANS, fractions, gpu_seconds, read_spans, refine
+from tidegate.telemetry.goodput import SPANS, fractions, gpu_seconds, read_spans, refine, stalled_s
 
 ROOT = Path(__file__).parents[2]
 NODES = ("node-a", "node-b", "node-c", "node-d")
@@ -184,8 +184,7 @@ class Soak:
         spans = read_spans(self.stage.state_dir / SPANS)
         counted = gpu_seconds(spans, self.began_at_s, self.ended_at_s)
         commits = list(read_lines(self.stage.run_dir / "checkpoints.jsonl"))
-        stalled_s = sum(row["stall_s"] * row["world_size"] for row in commits)
-        shares = fractions(refine(counted, totals["compute_s"], stalled_s))
+        shares = fractions(refine(counted, totals["compute_s"], stalled_s(commits)))
         wall_s = self.ended_at_s - self.began_at_s
         there_s = GPUS_PER_NODE * len(NODES) * wall_s - sum(
             outage.gpus * (outage.end_s - outage.begin_s) for outage in self.hands.outages

@@ -22,11 +22,11 @@ from staging import ROOT, up, write_files
 
 from captioned import captioned_images, tiny_run
 from tidegate.arbiter.client import NAMESPACE, ArbiterClient
-from tidegate.arbiter.journal import read_lines
 from tidegate.arbiter.messages import ClaimSpec
 from tidegate.data.prepare import prepare
 from tidegate.gang.coordinator import RunOrder, start_coordinator
 from tidegate.ids import coordinator_name
+from tidegate.json_lines import read_lines
 from tidegate.ports import free_port
 from tidegate.testing.local_cluster import LocalCluster, Ports
 from tidegate.testing.redis_server import RedisServer

@@ -14,7 +14,6 @@ import pytest
 from pydantic import ValidationError
 
 from captioned import captioned_images, tiny_run
-from tidegate.arbiter.journal import read_lines
 from tidegate.checkpoint.restore import newest_good
 from tidegate.data.prepare import prepare
 from tidegate.gang import beat
@@ -23,6 +22,7 @@ from tidegate.gang.order import clocks_problem
 from tidegate.gang.plan import Plan, Slot
 from tidegate.gang.rank import PRELOAD, RankJob, rank_main
 from tidegate.ids import Generation, GpuId, NodeId
+from tidegate.json_lines import read_lines
 from tidegate.ports import free_port
 from tidegate.spec.policy import GangSpec
 from waiting import wait_until

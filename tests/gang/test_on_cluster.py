@@ -25,7 +25,6 @@ from captioned import captioned_images, tiny_run
 from tidegate.arbiter.actor import start_arbiter
 from tidegate.arbiter.book import Book, apply
 from tidegate.arbiter.client import NAMESPACE, ArbiterClient
-from tidegate.arbiter.journal import read_lines
 from tidegate.arbiter.messages import ClaimSpec
 from tidegate.arbiter.moves import CreateGroup, File, RemoveGroup
 from tidegate.arbiter.on_ray import RayFleet
@@ -38,6 +37,7 @@ from tidegate.gang.host import host_name
 from tidegate.gang.kept import KEPT
 from tidegate.gang.order import RunOrder, RunStatus
 from tidegate.ids import ClaimId, Tier
+from tidegate.json_lines import read_lines
 from tidegate.ports import free_port
 from tidegate.spec.policy import ArbiterSpec, ClaimsSpec, GangSpec, Policy, ServingSpec
 from tidegate.testing.local_cluster import LocalCluster, Ports, marked_processes

@@ -26,7 +26,6 @@ import ray._private.worker
 from captioned import captioned_images, tiny_run
 from tidegate.arbiter.actor import start_arbiter
 from tidegate.arbiter.client import NAMESPACE, ArbiterClient
-from tidegate.arbiter.journal import read_lines
 from tidegate.arbiter.messages import ClaimSpec
 from tidegate.checkpoint.restore import newest_good
 from tidegate.data.prepare import prepare
@@ -35,6 +34,7 @@ from tidegate.gang.host import host_name
 from tidegate.gang.kept import KEPT
 from tidegate.gang.order import RunOrder, RunStatus
 from tidegate.ids import NodeId, coordinator_name
+from tidegate.json_lines import read_lines
 from tidegate.ports import free_port
 from tidegate.processes import AGENT_MARK
 from tidegate.spec.policy import ArbiterSpec, ClaimsSpec, Policy, ServingSpec

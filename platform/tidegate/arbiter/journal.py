@@ -17,6 +17,7 @@ from pydantic import TypeAdapter
 from tidegate.arbiter.book import Book, replay
 from tidegate.arbiter.messages import JournalEntry
 from tidegate.arbiter.moves import Move, reason, subjects
+from tidegate.json_lines import cut_torn_line, read_lines
 
 REPLICA = "replica"
 """Kind of an entry on what a replica serves; its subjects are the application, the replica and its pool."""
@@ -42,7 +43,7 @@ class FileJournal:
     def __init__(self, path: Path) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        _cut_torn_line(path)
+        cut_torn_line(path)
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, moves: tuple[Move, ...], why: str, at_s: float) -> None:
@@ -148,22 +149,3 @@ def read_moves(path: Path) -> Iterator[tuple[float, Move]]:
     for line in read_lines(path):
         if "move" in line:
             yield line["at_s"], _MOVE.validate_python(line["move"])
-
-
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The journal's whole lines."""
-    if not path.exists():
-        return
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            if line.endswith("\n"):
-                yield json.loads(line)
-
-
-def _cut_torn_line(path: Path) -> None:
-    if not path.exists():
-        return
-    text = path.read_bytes()
-    whole = text.rfind(b"\n") + 1
-    if whole != len(text):
-        os.truncate(path, whole)

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from tidegate.arbiter.holdings import Holding, holdings
-from tidegate.arbiter.journal import JOURNAL, read_lines, read_moves
+from tidegate.arbiter.journal import JOURNAL, read_moves
 from tidegate.errors import NoRecordsError, UnknownSubjectError
+from tidegate.json_lines import read_lines
 from tidegate.serve.ledger import read_totals
-from tidegate.telemetry.goodput import SPANS, Span, looked_until_s, read_spans
+from tidegate.telemetry.goodput import SPANS, Span, looked_until_s, read_spans, stalled_s
 from tidegate.telemetry.report import Times, account, busy_times, cluster_seconds, run_seconds, window
 
 
@@ -55,28 +56,28 @@ def _run_report(
     mine = [row for row in held if run in (row.run, row.claim)]
     if not mine:
         raise UnknownSubjectError(run, tuple(dict.fromkeys(row.run for row in held)))
-    stalled_s = 0.0
+    waited_s = 0.0
     gang: dict[str, int] = {}
     if run_dir is not None:
-        stalled_s, gang = _of_gang(run_dir, times)
+        waited_s, gang = _of_gang(run_dir, times)
     return {
         "cluster": False,
         "run": mine[0].run,
         "since_s": max(times.since_s, min(row.start_s for row in mine)),
         "until_s": min(times.until_s, max(row.end_s for row in mine)),
-        **_account_of(state_dir, spans, mine, times, stalled_s),
+        **_account_of(state_dir, spans, mine, times, waited_s),
         **({"gang": gang} if gang else {}),
     }
 
 
 def _account_of(
-    state_dir: Path, spans: tuple[Span, ...], held: list[Holding], times: Times, stalled_s: float
+    state_dir: Path, spans: tuple[Span, ...], held: list[Holding], times: Times, waited_s: float
 ) -> dict[str, Any]:
     """Requests and money are those of the whole cluster while the run held GPUs: they were spilled for it."""
     requests: Counter[str] = Counter()
     for part in busy_times(held, times):
         requests.update(read_totals(state_dir / "ledger", part.since_s, part.until_s))
-    return account(run_seconds(spans, held, times, stalled_s), requests)
+    return account(run_seconds(spans, held, times, waited_s), requests)
 
 
 def _of_gang(run_dir: Path, times: Times) -> tuple[float, dict[str, int]]:
@@ -93,7 +94,7 @@ def _of_gang(run_dir: Path, times: Times) -> tuple[float, dict[str, int]]:
         "steps_done_again": sum(int(first["steps_lost"] or 0) for first in firsts),
         "checkpoints": len(commits),
     }
-    return sum(row["stall_s"] * row["world_size"] for row in commits), counts
+    return stalled_s(commits), counts
 
 
 def _within(row: dict[str, Any], times: Times) -> bool:

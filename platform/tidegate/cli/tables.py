@@ -9,10 +9,9 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from tidegate.arbiter.states import ENDED
 from tidegate.cli.status import STYLE, words_of
 from tidegate.telemetry.fleet import against, tenant, virtual_nodes
-
-ENDED = ("done", "undone")
 
 
 def claims_to_show(found: Mapping[str, Any], ended: bool) -> list[dict[str, Any]]:
@@ -72,10 +71,11 @@ def node_table(found: Mapping[str, Any]) -> Table:
 
 
 def virtual_table(found: Mapping[str, Any]) -> Table | Text:
-    if not virtual_nodes(found):
+    rows = virtual_nodes(found)
+    if not rows:
         return Text("no virtual nodes: no gateway reports a provider")
     table = _table("virtual nodes", "provider", "state", "slots", "$ an image", "latency", "spent")
-    for row in virtual_nodes(found):
+    for row in rows:
         latency = f"{row['latency_s']:.2f} s" if row["latency_s"] is not None else "?"
         table.add_row(
             row["provider"],

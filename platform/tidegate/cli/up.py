@@ -10,6 +10,7 @@ import ray
 
 from tidegate.arbiter.actor import start_arbiter
 from tidegate.arbiter.client import ACTOR_NAME, NAMESPACE
+from tidegate.arbiter.states import ENDED
 from tidegate.cli.apps import Serve, deploy, read_apps, without_pool
 from tidegate.cli.connect import connect
 from tidegate.cluster.node import ThisMachine, head_address
@@ -111,7 +112,7 @@ def take_down(policy_path: Path, address: str) -> Iterator[str]:
         arbiter = _actor(ACTOR_NAME)
         if arbiter is not None:
             status = ray.get(arbiter.status.remote(), timeout=START_DEADLINE_S)
-            standing = tuple(row["claim"] for row in status["claims"] if row["state"] not in ("done", "undone"))
+            standing = tuple(row["claim"] for row in status["claims"] if row["state"] not in ENDED)
             if standing:
                 raise StillClaimedError(standing)
         if _actor("SERVE_CONTROLLER_ACTOR", "serve") is not None and policy.serving.app in serve.status().applications:

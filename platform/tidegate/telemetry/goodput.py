@@ -13,7 +13,9 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+
+from tidegate.json_lines import cut_torn_line, read_lines
 
 SPANS = "gpu_owners.jsonl"
 """The file's name in the arbiter's state directory."""
@@ -71,8 +73,7 @@ class SpanBook:
         path.parent.mkdir(parents=True, exist_ok=True)
         before = read_spans(path)
         seen_s = min(looked_until_s(path), now_s)
-        if path.exists():
-            cut_torn_line(path)
+        cut_torn_line(path)
         file = self._file = path.open("a", encoding="utf-8")
         if before and seen_s < now_s:
             gap_s = max(seen_s, before[-1].start_s)
@@ -90,24 +91,15 @@ class SpanBook:
 
 def read_spans(path: Path) -> tuple[Span, ...]:
     """The spans of a file, in order; a torn last line is left out."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-    rows = [json.loads(line) for line in lines if line.endswith("\n")]
     return tuple(
-        Span(start_s=row["start_s"], owners={gpu: Owner(name) for gpu, name in row["owners"].items()}) for row in rows
+        Span(start_s=row["start_s"], owners={gpu: Owner(name) for gpu, name in row["owners"].items()})
+        for row in read_lines(path)
     )
 
 
 def looked_until_s(path: Path) -> float:
     """When an arbiter looked last; 0 where none ever did."""
     return path.stat().st_mtime if path.exists() else 0.0
-
-
-def cut_torn_line(path: Path) -> None:
-    """Cut off a last line that a crash has left unfinished, before something is written behind it."""
-    text = path.read_bytes()
-    whole = text.rfind(b"\n") + 1
-    if whole != len(text):
-        os.truncate(path, whole)
 
 
 def gpu_seconds(
@@ -137,6 +129,11 @@ def refine(total: Mapping[Owner, float], serving_s: float, checkpoint_s: float) 
         refined[source] = refined.get(source, 0.0) - moved
         refined[target] = refined.get(target, 0.0) + moved
     return refined
+
+
+def stalled_s(commits: Iterable[Mapping[str, Any]]) -> float:
+    """GPU-seconds that ranks waited for checkpoints, by the lines of a run's `checkpoints.jsonl`."""
+    return float(sum(row["stall_s"] * row["world_size"] for row in commits))
 
 
 def fractions(total: Mapping[Owner, float]) -> dict[str, float]:

@@ -10,8 +10,8 @@ import matplotlib as mpl
 import numpy as np
 from numpy.typing import NDArray
 
-from tidegate.arbiter.journal import read_lines
 from tidegate.cli.demo.digits import NAMES
+from tidegate.json_lines import read_lines
 from tidegate.telemetry.goodput import SPANS, Owner, Span, read_spans
 
 mpl.use("agg")

@@ -19,7 +19,6 @@ from rich.console import Console
 from rich.table import Table
 
 from tidegate.arbiter.client import ArbiterClient
-from tidegate.arbiter.journal import read_lines
 from tidegate.cli.connect import connect
 from tidegate.cli.demo.client import SteadyClient, ask_digits
 from tidegate.cli.demo.digits import Judge
@@ -29,6 +28,7 @@ from tidegate.cli.demo.report import build_report, write_report
 from tidegate.cli.demo.screen import Screen
 from tidegate.cli.demo.stage import GPUS_PER_NODE, JOB, MODEL, NODES, Stage, WaitedTooLongError, set_up
 from tidegate.gang.coordinator import JOURNAL as GANG_JOURNAL
+from tidegate.json_lines import read_lines
 
 PER_CLASS = 20
 SEED = 7

@@ -8,10 +8,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tidegate.arbiter.journal import JOURNAL, read_lines
+from tidegate.arbiter.journal import JOURNAL
 from tidegate.gang.coordinator import JOURNAL as GANG_JOURNAL
+from tidegate.json_lines import read_lines
 from tidegate.serve.ledger import read_totals
-from tidegate.telemetry.goodput import SPANS, fractions, gpu_seconds, read_spans, refine
+from tidegate.telemetry.goodput import SPANS, fractions, gpu_seconds, read_spans, refine, stalled_s
 
 AVERAGED_STEPS = 20
 """Steps whose mean loss stands for the run's begin and end."""
@@ -120,8 +121,7 @@ def _goodput(
     state_dir: Path, serving_s: float, commits: list[dict[str, Any]], moments: Mapping[str, float]
 ) -> dict[str, float]:
     total = gpu_seconds(read_spans(state_dir / SPANS), moments["began_at_s"], moments["ended_at_s"])
-    stalled_s = sum(row["stall_s"] * row["world_size"] for row in commits)
-    return {owner: round(share, 5) for owner, share in fractions(refine(total, serving_s, stalled_s)).items()}
+    return {owner: round(share, 5) for owner, share in fractions(refine(total, serving_s, stalled_s(commits))).items()}
 
 
 def _first(lines: Iterable[dict[str, Any]], kind: str) -> dict[str, Any]:

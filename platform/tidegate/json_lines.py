@@ -1,0 +1,29 @@
+"""Files of one JSON object a line, only ever appended to: a crash may leave the last line torn."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole lines; a torn last one is left out. Nothing where there is no file."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            if line.endswith("\n"):
+                yield json.loads(line)
+
+
+def cut_torn_line(path: Path) -> None:
+    """Cut off a last line that a crash has left unfinished, before something is written behind it."""
+    if not path.exists():
+        return
+    text = path.read_bytes()
+    whole = text.rfind(b"\n") + 1
+    if whole != len(text):
+        os.truncate(path, whole)
