@@ -151,7 +151,7 @@ def test_rules_are_braked_one_by_one() -> None:
     assert Counter(rule for _, _, rule in book.held_back) == {"gpu_lost": 1}
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(st.sets(st.integers(0, 29)), st.floats(1, 300)), max_size=30))
 def test_never_more_within_any_window_whatever_flaps(steps: list[tuple[set[int], float]]) -> None:
     names = fleet(30)

@@ -144,7 +144,7 @@ EVENTS = (
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 23), st.integers(1, 8)), min_size=5, max_size=40),
     st.sets(st.integers(0, 60), max_size=6),

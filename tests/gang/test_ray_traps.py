@@ -22,6 +22,7 @@ import psutil
 import pytest
 import ray
 import ray._private.worker
+from ray.util.state import list_actors
 
 from captioned import captioned_images, tiny_run
 from tidegate.arbiter.actor import start_arbiter
@@ -71,6 +72,12 @@ class Room:
 
     def names(self) -> dict[str, NodeId]:
         return {row["Labels"]["tidegate/name"]: NodeId(row["NodeID"]) for row in gpu_nodes()}
+
+    def actor_classes(self) -> set[str]:
+        """Of the actors that are alive."""
+        return {
+            row.class_name for row in list_actors(address=self.cluster.dashboard_url, filters=[("state", "=", "ALIVE")])
+        }
 
     def groups(self) -> dict[str, str]:
         """Placement group id -> state, without those that are gone."""
@@ -232,6 +239,9 @@ def test_a_killed_controller_ends_neither_the_run_nor_its_group(run: Run, room: 
     group; the cleaner's callback is left out."""
     run.wait_commit()
     group, before = run.group_id(), run.status()
+    at_work = room.actor_classes()
+    assert "TrainHost" in at_work
+    assert "PlacementGroupCleaner" not in at_work, "it would end the group within seconds of the controller"
     run.kill_controller()
     killed_s = time.monotonic()
     run.wait_running(after=before.generation, ranks=4, deadline_s=60)

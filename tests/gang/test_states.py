@@ -768,4 +768,4 @@ class AnyLife(RuleBasedStateMachine):
 
 
 TestAnyLife = AnyLife.TestCase
-TestAnyLife.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestAnyLife.settings = settings(max_examples=60, stateful_step_count=30)

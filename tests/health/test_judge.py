@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tidegate.arbiter.messages import Action, Verdict, When
@@ -254,9 +254,6 @@ def test_implausible_and_refused_values_are_findings_and_unsupported_is_none() -
 
 # Properties
 
-PROPERTY = settings(deadline=None)
-"""An example may be slow on a busy machine."""
-
 real_values = st.floats(min_value=20, max_value=110)
 no_values = st.sampled_from([math.nan, math.inf, -math.inf, -1.0, 0.0, 130.5, 255.0, 65_535.0, 4_294_967_295.0])
 no_evidence = st.one_of(
@@ -279,7 +276,6 @@ def series(draw: st.DrawFn) -> list[tuple[Reading, bool]]:
     return out
 
 
-@PROPERTY
 @given(series())
 def test_nothing_but_a_plausible_value_changes_a_verdict(readings: list[tuple[Reading, bool]]) -> None:
     """No missing, sentinel or implausible value ever evicts or lifts, whatever came before."""
@@ -291,7 +287,6 @@ def test_nothing_but_a_plausible_value_changes_a_verdict(readings: list[tuple[Re
             assert played.verdicts == before
 
 
-@PROPERTY
 @given(series())
 def test_what_is_no_evidence_might_as_well_not_have_been_there(readings: list[tuple[Reading, bool]]) -> None:
     all_of_them = Played().play(reading for reading, _ in readings)
@@ -299,7 +294,6 @@ def test_what_is_no_evidence_might_as_well_not_have_been_there(readings: list[tu
     assert all_of_them.history == evidence_only.history
 
 
-@PROPERTY
 @given(series())
 def test_a_restart_between_any_two_looks_changes_nothing(readings: list[tuple[Reading, bool]]) -> None:
     through = Played().play(reading for reading, _ in readings)
@@ -307,7 +301,6 @@ def test_a_restart_between_any_two_looks_changes_nothing(readings: list[tuple[Re
     assert (restarted.verdicts, restarted.history) == (through.verdicts, through.history)
 
 
-@PROPERTY
 @given(series())
 def test_a_verdict_is_there_after_every_reading_above_the_limit_and_rests_on_one(
     readings: list[tuple[Reading, bool]],

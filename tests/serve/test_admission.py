@@ -116,7 +116,7 @@ values = st.none() | st.booleans() | st.integers() | st.text(max_size=5) | st.ju
 fields = st.sampled_from(["prompt", "n", "size", "seed", "model", "stream", "user", "local_only"]) | st.text(max_size=3)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.binary(max_size=50) | st.dictionaries(fields, values, max_size=4).map(lambda body: json.dumps(body).encode()))
 def test_no_body_breaks_the_reader(raw: bytes) -> None:
     assert status_of(raw) in (200, 400, 404)
