@@ -158,6 +158,7 @@ class Soak:
 
     def look(self) -> Look:
         """The arbiter's status; while it restarts, its next one."""
+        self.stage.check_job()
         deadline = time.monotonic() + HEAL_DEADLINE_S
         while True:
             try:

@@ -98,6 +98,13 @@ class NoArbiterError(TidegateError):
         return f"no arbiter answers: {self.detail}\nhint: start it with `tidegate up`"
 
 
+class ArbiterSilentError(NoArbiterError):
+    """It is there, but did not answer in time: it restarts, or its machine is busy."""
+
+    def __str__(self) -> str:
+        return f"the arbiter does not answer: {self.detail}\nhint: it may be restarting or very busy; ask again"
+
+
 class NoRecordsError(TidegateError):
     """The arbiter's files are not where they were looked for, or say nothing of that time."""
 

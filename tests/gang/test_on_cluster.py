@@ -31,7 +31,7 @@ from tidegate.arbiter.on_ray import RayFleet
 from tidegate.arbiter.states import ClaimState
 from tidegate.arbiter.view import GroupState
 from tidegate.data.prepare import prepare
-from tidegate.errors import ClaimNeverFitsError, RunExistsError
+from tidegate.errors import ArbiterSilentError, ClaimNeverFitsError, RunExistsError
 from tidegate.gang.coordinator import JOURNAL, start_coordinator
 from tidegate.gang.host import host_name
 from tidegate.gang.kept import KEPT
@@ -293,6 +293,26 @@ def test_the_arbiter_comes_back_and_nothing_has_moved(run: Run) -> None:
     wait_until(back, 30, "the arbiter answers again")
     assert run.look()["claims"] == before
     assert run.status().generation == generation
+
+
+def test_a_run_that_is_submitted_while_the_arbiter_is_silent_is_not_lost(run: Run) -> None:
+    order = replace(run.order, claim=claim_spec("patient", 6, 6), run_dir=str(run.folder / "patient"))
+    coordinator = start_coordinator(order)
+    ray.get(coordinator.status.remote())
+    arbiter = ray.get_actor("arbiter", namespace=NAMESPACE)
+    pid = ray.get(arbiter.__ray_call__.remote(lambda _: os.getpid()))
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        filed = coordinator.start.remote(order)
+        # Longer than one try of the coordinator's.
+        with pytest.raises(ArbiterSilentError, match="no answer within 7 s"):
+            asyncio.run(ArbiterClient(timeout_s=7.0).policy())
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert ray.get(filed, timeout=60) == "patient"
+    ray.get(coordinator.stop.remote("the test is over"))
+    wait_until(lambda: ray.get(coordinator.status.remote()).over, 60, "it has let go")
+    ray.kill(coordinator)
 
 
 def test_ray_exports_our_metrics(run: Run) -> None:

@@ -1,11 +1,13 @@
 """How other rooms reach the arbiter: the one actor they know by name.
 
-Every call raises `NoArbiterError` when nobody answers in time; callers go on with what they heard last.
+Every call raises `NoArbiterError` when nobody answers in time (`ArbiterSilentError` where there is one all the same);
+callers go on with what they heard last.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import ray
@@ -24,7 +26,7 @@ from tidegate.arbiter.messages import (
     Verdict,
     Weights,
 )
-from tidegate.errors import NoArbiterError, TidegateError
+from tidegate.errors import ArbiterSilentError, NoArbiterError, TidegateError
 from tidegate.ids import ClaimId, Tier
 from tidegate.spec.policy import Policy
 
@@ -34,12 +36,22 @@ ON_HEAD = {"node:__internal_head__": 0.001}
 """Resources that put an actor on the head: Ray gives this one to whichever node is the head now, so the actor comes
 back on a restarted head too, which has a new node id."""
 
+BACK_WITHIN_S = 120.0
+"""An arbiter that was killed, and be it with its head, is back sooner."""
+ASK_AGAIN_S = 0.2
+
 
 class ArbiterClient:
     """Calls the arbiter by name, so it survives the arbiter's restart. Needs `ray.init` (an actor has it)."""
 
-    def __init__(self, timeout_s: float = 5.0) -> None:
+    def __init__(self, timeout_s: float = 5.0, *, patience_s: float = 0.0) -> None:
+        """
+        Args:
+            timeout_s: how long one call waits.
+            patience_s: for how long an arbiter that is silent is asked again. All it is asked for may come twice.
+        """
         self._timeout_s = timeout_s
+        self._patience_s = patience_s
         self._actor: Any = None
         self._finding: asyncio.Future[Any] | None = None
 
@@ -124,6 +136,16 @@ class ArbiterClient:
         return weights
 
     async def _ask(self, method: str, *args: object) -> Any:
+        ends_s = time.monotonic() + self._patience_s
+        while True:
+            try:
+                return await self._ask_once(method, *args)
+            except ArbiterSilentError:
+                if time.monotonic() >= ends_s:
+                    raise
+                await asyncio.sleep(ASK_AGAIN_S)
+
+    async def _ask_once(self, method: str, *args: object) -> Any:
         try:
             if self._actor is None:
                 self._actor = await self._find()
@@ -133,11 +155,14 @@ class ArbiterClient:
             if isinstance(error.cause, TidegateError):
                 raise error.cause from None
             raise
-        except (ValueError, ray.exceptions.RayError, TimeoutError) as error:
+        except (ValueError, ray.exceptions.ActorDiedError) as error:
             # A restarted arbiter answers by the same handle; only one that is gone for good must be looked up anew.
-            if isinstance(error, ray.exceptions.ActorDiedError):
-                self._actor = None
-            raise NoArbiterError(str(error) or type(error).__name__) from None
+            self._actor = None
+            raise NoArbiterError(str(error)) from None
+        except TimeoutError:
+            raise ArbiterSilentError(f"no answer within {self._timeout_s:g} s") from None
+        except ray.exceptions.RayError as error:
+            raise ArbiterSilentError(str(error) or type(error).__name__) from None
 
     async def _find(self) -> Any:
         """In a thread, one at a time: Ray's lookup blocks while the head is away, and gateways must go on answering."""

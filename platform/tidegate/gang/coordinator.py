@@ -17,7 +17,7 @@ from typing import Any
 
 import ray
 
-from tidegate.arbiter.client import NAMESPACE, ArbiterClient
+from tidegate.arbiter.client import BACK_WITHIN_S, NAMESPACE, ArbiterClient
 from tidegate.errors import ClaimUndoneError, NoArbiterError, RunExistsError, RunRefusedError
 from tidegate.gang.agent import AgentJob
 from tidegate.gang.events import (
@@ -71,6 +71,7 @@ class Coordinator:
         self._journal = self._run_dir / JOURNAL
         self._arbiter = ArbiterClient()
         self._changed = asyncio.Event()
+        self._starting = asyncio.Lock()
         self._gauges = Gauges(self._run)
         self._kept, self._generation = read_kept(self._run_dir, ray.get_runtime_context().get_actor_id())
         if self._kept.claim is not None and not self._kept.over:
@@ -88,16 +89,22 @@ class Coordinator:
         """
         if differs := differences(self._order, order):
             raise RunExistsError(self._run, differs)
-        if self._kept.claim is None:
-            self._run_dir.mkdir(parents=True, exist_ok=True)
-            spec = (await self._arbiter.policy()).gang
-            if problem := clocks_problem(spec, order.config):
-                raise RunRefusedError(self._run, problem)
-            claim = await self._arbiter.claim(order.claim)
-            self._keep(replace(self._kept, claim=claim, spec=spec))
-            self._begin_life()
+        async with self._starting:
+            if self._kept.claim is None:
+                await self._file()
         assert self._kept.claim is not None
         return self._kept.claim
+
+    async def _file(self) -> None:
+        self._run_dir.mkdir(parents=True, exist_ok=True)
+        # A job that is submitted while the arbiter restarts is not lost.
+        arbiter = ArbiterClient(patience_s=BACK_WITHIN_S)
+        spec = (await arbiter.policy()).gang
+        if problem := clocks_problem(spec, self._order.config):
+            raise RunRefusedError(self._run, problem)
+        claim = await arbiter.claim(self._order.claim)
+        self._keep(replace(self._kept, claim=claim, spec=spec))
+        self._begin_life()
 
     async def stop(self, reason: str) -> None:
         """Save, then leave."""

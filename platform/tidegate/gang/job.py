@@ -13,7 +13,7 @@ from typing import Any
 
 import ray
 
-from tidegate.arbiter.client import NAMESPACE, ArbiterClient
+from tidegate.arbiter.client import BACK_WITHIN_S, NAMESPACE, ArbiterClient
 from tidegate.arbiter.messages import ClaimSpec
 from tidegate.errors import RunExistsError, TidegateError
 from tidegate.gang.agent import CoordinatorGoneError
@@ -53,7 +53,7 @@ def follow_run(
         ClaimNeverFitsError: the cluster could never give what is asked.
         RunExistsError: the run goes on already, with other settings.
         RunRefusedError: its settings and the policy's contradict each other.
-        NoArbiterError: nobody answers.
+        NoArbiterError: nobody answers, or (`ArbiterSilentError`) not within `BACK_WITHIN_S`.
     """
     claim = ClaimSpec(
         name=config.name,
@@ -69,16 +69,8 @@ def follow_run(
         patience_s=patience_s,
     )
     run = RunOrder(claim=claim, config=config, data_dir=str(data_dir), run_dir=str(run_dir))
-    off_head = asyncio.run(ArbiterClient().policy()).gang.off_head
+    off_head = asyncio.run(ArbiterClient(patience_s=BACK_WITHIN_S).policy()).gang.off_head
     coordinator = _coordinator(run, off_head)
-    try:
-        say(f"claim {ray.get(coordinator.start.remote(run))} is filed")
-    except ray.exceptions.RayTaskError as error:
-        if not isinstance(error.cause, TidegateError):
-            raise
-        if not isinstance(error.cause, RunExistsError):  # that coordinator leads somebody's run
-            ray.kill(coordinator)
-        raise error.cause from None
     stop = threading.Event()
 
     def on_signal(_signal: int, _frame: FrameType | None) -> None:
@@ -86,6 +78,20 @@ def follow_run(
 
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
+    filed = coordinator.start.remote(run)
+    while not ray.wait([filed], timeout=FOLLOW_EVERY_S)[0]:
+        if stop.is_set():
+            ray.kill(coordinator)
+            say("stopped before its claim was filed")
+            return 1
+    try:
+        say(f"claim {ray.get(filed)} is filed")
+    except ray.exceptions.RayTaskError as error:
+        if not isinstance(error.cause, TidegateError):
+            raise
+        if not isinstance(error.cause, RunExistsError):  # that coordinator leads somebody's run
+            ray.kill(coordinator)
+        raise error.cause from None
     try:
         return _follow(_Calls(coordinator, coordinator_name(run.claim.name)), stop, say)
     except CoordinatorGoneError:

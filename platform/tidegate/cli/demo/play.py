@@ -195,6 +195,7 @@ class _Drama:
         return [line["data"] for line in lines if line["kind"] == "first_step"]
 
     def look(self) -> dict[str, Any]:
+        self.stage.check_job()
         status = asyncio.run(self._arbiter.status())
         self.screen.show(status, self.steps, self.client)
         return status

@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 import yaml
+from ray.job_submission import JobStatus, JobSubmissionClient
 
 from tidegate.cli.demo.digits import write_images
 from tidegate.errors import TidegateError
@@ -55,6 +56,8 @@ class Stage:
     """What differs from the arguments in images.yaml."""
     cluster: LocalCluster = field(init=False)
     provider: subprocess.Popen[bytes] | None = field(init=False, default=None)
+    _jobs: JobSubmissionClient | None = field(init=False, default=None)
+    """Once the training was submitted."""
 
     @property
     def http_port(self) -> int:
@@ -205,6 +208,21 @@ class Stage:
             "--gpus", str(gpus),
             *options,
         )  # fmt: skip
+        self._jobs = JobSubmissionClient(self.cluster.dashboard_url)
+
+    def check_job(self) -> None:
+        """
+        Raises:
+            WaitedTooLongError: the training job has failed, so what it should have done never comes.
+        """
+        if self._jobs is None:
+            return
+        try:
+            status = self._jobs.get_job_status(JOB)
+        except (OSError, RuntimeError):  # the dashboard is busy: the next look asks again
+            return
+        if status in (JobStatus.FAILED, JobStatus.STOPPED):
+            raise WaitedTooLongError("the training job has failed")
 
     def job_log(self) -> str:
         """The last lines of the training job's log; empty before it was submitted."""
