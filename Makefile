@@ -17,7 +17,7 @@ demo: $(STAMP)
 	$(BIN)/tidegate demo $(ARGS)
 
 test: $(STAMP) lint redis
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python tests $(ARGS)
 
 # The loss of the head is tested with a real Redis. It is installed where that may be; elsewhere pytest skips that test
 # by name, and with CI=true fails. RUNLEVEL=1 keeps Debian from starting it as a service, on Ray's own port.

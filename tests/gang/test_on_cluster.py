@@ -334,9 +334,10 @@ def test_a_node_is_swapped_for_a_spare_one(run: Run) -> None:
     # The one of which a GPU was evicted above: the other alone has the run's least.
     gone = run.kept()["evicted"]
     out = next(n["name"] for n in run.look()["nodes"] if any(gpu["gpu"] in gone for gpu in n["gpus"]))
+    (spare,) = {n["name"] for n in run.look()["nodes"]} - run.node_names()
     asyncio.run(run.arbiter.quarantine(out, Tier.NONE, "XID 79"))
     wait_until(lambda: run.kept()["grant"]["placement_group"] != group, 60, "the gang has another grant")
-    wait_until(lambda: "node-c" in run.node_names() and run.status().state == "running", 90, "it runs on the spare")
+    wait_until(lambda: spare in run.node_names() and run.status().state == "running", 90, "it runs on the spare")
     assert out not in run.node_names()
     assert run.status().generation > before
     first = run.notes("first_step")[-1]["data"]

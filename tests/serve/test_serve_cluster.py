@@ -62,7 +62,7 @@ class ScriptedArbiter:
         self.gateways: dict[str, GatewayReport] = {}
         self.replicas: dict[str, ReplicaReport] = {}
 
-    def exchange(self, report: GatewayReport) -> Orders:
+    def exchange(self, report: GatewayReport, wait_s: float) -> Orders:
         self.gateways[report.gateway] = report
         return self.orders
 

@@ -39,6 +39,9 @@ from tidegate.telemetry.goodput import SPANS, Owner, SpanBook
 
 log = logging.getLogger(__name__)
 
+ORDERS_EVERY_S = 0.02
+"""How often it is looked whether there are new orders for a gateway that waits for them."""
+
 
 class Arbiter:
     """See `tidegate.arbiter.client.ArbiterClient` for what each call means."""
@@ -58,11 +61,15 @@ class Arbiter:
         self._wake = threading.Event()
         threading.Thread(target=self._run, name="arbiter-loop", daemon=True).start()
 
-    async def exchange(self, report: GatewayReport) -> Orders:
+    async def exchange(self, report: GatewayReport, wait_s: float) -> Orders:
+        deadline = asyncio.get_running_loop().time() + wait_s
         before = self._loop.gateways.get(report.gateway)
         orders = self._loop.exchange(report)
         if before is None or (before.acked, before.canaries) != (report.acked, report.canaries):
             self._wake.set()
+        while orders.generation == report.acked and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(ORDERS_EVERY_S)
+            orders = self._loop.book.orders
         return orders
 
     async def report_health(self, report: HealthReport) -> None:

@@ -57,9 +57,9 @@ class ArbiterClient:
 
     # A room that reports
 
-    async def exchange(self, report: GatewayReport) -> Orders:
-        """A gateway's report; the answer is what it does next."""
-        orders: Orders = await self._ask("exchange", report)
+    async def exchange(self, report: GatewayReport, wait_s: float = 0.0) -> Orders:
+        """A gateway's report; the answer is what it does next. It comes when that is new, or after `wait_s`."""
+        orders: Orders = await self._ask("exchange", report, wait_s)
         return orders
 
     async def report_health(self, report: HealthReport) -> None:

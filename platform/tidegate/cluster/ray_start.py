@@ -18,6 +18,14 @@ DEFAULT_TEMP_DIR = "/tmp/ray"
 """Ray's own, where the settings name none."""
 
 
+HAND_OVER = {
+    # A placement group that waits is looked at again after 0.1 s, then ever later: by default up to 1 s.
+    "RAY_gcs_create_placement_group_retry_max_interval_ms": "100",
+    # Serve's controller stops replicas in turns of its loop; its default is 0.1 s.
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.05",
+}
+"""A claim's GPUs go from a replica to a placement group; these are the seconds that Ray adds to that."""
+
 ROLE_LABEL = {"tidegate/role": "worker"}
 """Every node that joins has it, the head never: what must outlive the head is kept off it by this label."""
 
@@ -70,6 +78,7 @@ def environment(spec: ClusterSpec) -> dict[str, str]:
         "RAY_health_check_timeout_ms": _ms(spec.health_check_timeout_s),
         "RAY_health_check_failure_threshold": str(spec.health_check_failures),
         "RAY_gcs_rpc_server_reconnect_timeout_s": f"{spec.head_away_s:.0f}",
+        **HAND_OVER,
     }
     if spec.redis is not None:
         values["RAY_REDIS_ADDRESS"] = spec.redis.address

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from dataclasses import replace
 from typing import Protocol
@@ -19,13 +18,13 @@ from tidegate.serve.tally import Tally
 from tidegate.serve.work import ImageJob
 
 EXCHANGE_S = 0.25
-"""Between two words with the arbiter."""
+"""Between two words with the arbiter, which answers sooner when it has new orders."""
 
 _LOG = logging.getLogger("ray.serve")
 
 
 class Arbiter(Protocol):
-    async def exchange(self, report: GatewayReport) -> Orders: ...
+    async def exchange(self, report: GatewayReport, wait_s: float) -> Orders: ...
 
 
 class ArbiterLink:
@@ -40,31 +39,32 @@ class ArbiterLink:
         self._canary: str | None = None
         self._canaries: tuple[CanaryResult, ...] = ()
         self._canary_run: asyncio.Task[None] | None = None
-        self._speak_now = asyncio.Event()
 
     async def talk(self, arbiter: Arbiter) -> None:
         """Report and take orders, for ever."""
         while True:
-            try:
-                orders = await arbiter.exchange(self._report())
-            except NoArbiterError as error:
-                self._hear(error)
-            except Exception:
-                # Whatever it is, requests must go on being answered, and the next word may succeed.
-                _LOG.exception("gateway %s: exchange with the arbiter failed", self._id)
-            else:
-                self._hear(None)
-                if self._backends.follow(orders):
-                    self._flow.dispatcher.look()
-                    self._start_canary(orders.canary)
-                    self._speak_now.set()  # the arbiter waits for the acknowledgement
-            await self._pause()
+            began_s = asyncio.get_running_loop().time()
+            if not await self._exchange(arbiter, EXCHANGE_S):
+                await asyncio.sleep(max(0.0, began_s + EXCHANGE_S - asyncio.get_running_loop().time()))
 
-    async def _pause(self) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(EXCHANGE_S):
-                await self._speak_now.wait()
-        self._speak_now.clear()
+    async def _exchange(self, arbiter: Arbiter, wait_s: float) -> bool:
+        """One report, and the orders that answer it; whether they are new. Then the arbiter waits for the next report:
+        it acknowledges them."""
+        try:
+            orders = await arbiter.exchange(self._report(), wait_s)
+        except NoArbiterError as error:
+            self._hear(error)
+            return False
+        except Exception:
+            # Whatever it is, requests must go on being answered, and the next word may succeed.
+            _LOG.exception("gateway %s: exchange with the arbiter failed", self._id)
+            return False
+        self._hear(None)
+        if not self._backends.follow(orders):
+            return False
+        self._flow.dispatcher.look()
+        self._start_canary(orders.canary, arbiter)
+        return True
 
     def _hear(self, error: NoArbiterError | None) -> None:
         """Log a change only: it may be away for long."""
@@ -98,18 +98,18 @@ class ArbiterLink:
             local_busy_replicas=made_here.busy_replicas,
         )
 
-    def _start_canary(self, canary: str | None) -> None:
+    def _start_canary(self, canary: str | None, arbiter: Arbiter) -> None:
         """Once each name. The results are reported until the next name."""
         if canary is None or canary == self._canary:
             return
         self._canary = canary
-        self._canary_run = asyncio.get_running_loop().create_task(self._prove_way_out(canary))
+        self._canary_run = asyncio.get_running_loop().create_task(self._prove_way_out(canary, arbiter))
 
-    async def _prove_way_out(self, canary: str) -> None:
+    async def _prove_way_out(self, canary: str, arbiter: Arbiter) -> None:
         results = await self._flow.canary(canary, canary_job(self._limits))
         if canary == self._canary:  # else a newer one is under way
             self._canaries = results
-            self._speak_now.set()
+            await self._exchange(arbiter, 0.0)  # beside `talk`, which may be waiting: a claim hangs on this
 
 
 def canary_job(limits: Limits) -> ImageJob:
