@@ -47,7 +47,8 @@ def build_report(
     totals = read_totals(state_dir / "ledger")
     firsts = [line["data"] for line in gang if line["kind"] == "first_step"]
     evicted = _first(gang, "evicted")
-    killed = _first((line for line in gang if line["kind"] == "planned" and "signal" in line["reason"]), "planned")
+    # Whatever was heard of first: the rank's death, or a peer that has lost its connection to it.
+    killed = _first((line for line in gang if line["at_s"] >= moments["rank_killed_at_s"]), "planned")
     return {
         "requests": {
             "sent": len(client) + asked_beside,
