@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from tidegate.arbiter import pools
 from tidegate.arbiter.claim import Claim
 from tidegate.arbiter.drain import close, drain
-from tidegate.arbiter.grants import give, is_listed, unknown_memory
+from tidegate.arbiter.grants import are_listed, give, unknown_memory
 from tidegate.arbiter.messages import GangPhase
 from tidegate.arbiter.moves import Probe, RemoveGroup
 from tidegate.arbiter.placement import Placement
@@ -166,7 +166,7 @@ def _draining(s: Situation, claim: Claim, over: str | None) -> Moves:
         return (reserve(s, claim, claim.nodes),), "the reservation is missing"
     if group is GroupState.READY:
         settles_s = REPORTS_WAITED_FOR * s.policy.health.period_s
-        if s.view.up_for_s < settles_s and not all(is_listed(s, node) for node in claim.nodes):
+        if s.view.up_for_s < settles_s and not are_listed(s, claim):
             return NOTHING  # the GPUs' names come with the agents' reports
         if unknown := unknown_memory(s, claim):
             return note(s, claim, unknown)
@@ -189,11 +189,12 @@ def _held(s: Situation, claim: Claim) -> Moves:
 
 def _returning(s: Situation, claim: Claim) -> Moves:
     # Nodes that another claim has taken meanwhile don't come home for this one.
-    mine = [n for n in claim.nodes if n in s.view.nodes and n not in s.book.holders and pool_name(n) in s.view.pools]
+    seen, held = s.view.nodes, s.book.holders
+    mine = [(node, s.view.pools.get(pool_name(node))) for node in claim.nodes if node in seen and node not in held]
     away = [
         node
-        for node in mine
-        if s.view.pools[pool_name(node)].running < pools.room_for_serving(s.view, s.book, s.view.nodes[node])
+        for node, pool in mine
+        if pool is not None and pool.running < pools.room_for_serving(s.view, s.book, seen[node])
     ]
     if not away:
         return advance(s, claim, ClaimState.DONE, "its GPUs serve again")

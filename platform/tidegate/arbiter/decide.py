@@ -19,7 +19,7 @@ from tidegate.arbiter.quarantines import quarantine_moves
 from tidegate.arbiter.situation import NOTHING, Moves, Situation
 from tidegate.arbiter.states import HOLDING, WAITING, ClaimState
 from tidegate.arbiter.view import View
-from tidegate.ids import ClaimId, NodeId, pool_name
+from tidegate.ids import ClaimId, NodeId
 from tidegate.spec.policy import Policy
 
 
@@ -61,24 +61,26 @@ def _purse(s: Situation) -> Moves:
 
 def _pools(s: Situation) -> Moves:
     moves = (
-        *pools.reassertions(s.view, s.book, s.now_s),
+        *pools.reassertions(s.book, s.pools_astray, s.now_s),
         *pools.lowerings(s.view, s.book, s.now_s),
-        *pools.raises(s.view, s.book, s.policy.serving, s.now_s),
+        *pools.raises(s.view, s.book, s.pools_astray, s.policy.serving, s.now_s),
     )
     return moves, "; ".join(dict.fromkeys(move.reason for move in moves))
 
 
 def _routes(s: Situation) -> Moves:
     """Allowances follow the targets; the spillway closes when everybody is home, and not before."""
-    held = {pool_name(node) for node in s.book.holders}
-    targets, orders = s.book.targets, s.book.orders
-    allowances = {name: 0 if name in held else targets.get(name, pool.target) for name, pool in s.view.pools.items()}
+    orders, there = s.book.orders, s.view.pools
+    allowances = {**{pool.name: pool.target for pool in s.pools_astray}, **s.book.targets, **s.book.held_pools}
+    if len(allowances) > len(there):  # the book remembers pools that are gone
+        allowances = {name: count for name, count in allowances.items() if name in there}
     spillway = orders.spillway
     if spillway is Spillway.OPEN and not any(_needs_spillway(s, claim) for claim in s.book.claims.values()):
         spillway = Spillway.CLOSED if pools.all_home(s.view, s.book) else spillway
     if spillway is orders.spillway and allowances == orders.allowances:
         return NOTHING
     reason = "targets changed" if spillway is orders.spillway else "all replicas are home: the spillway closes"
+    allowances = {name: allowances[name] for name in there}
     return (Route(spillway=spillway, allowances=allowances, reason=reason),), reason
 
 

@@ -23,10 +23,19 @@ def fit_on(s: Situation, claim: Claim, node: NodeId) -> int:
     return fit if claim.spec.gpus_per_node is None else min(fit, claim.spec.gpus_per_node)
 
 
-def is_listed(s: Situation, node: NodeId) -> bool:
-    """Whether an agent has named the node's GPUs. An arbiter that has just come back does not know them yet."""
-    report = s.view.health.get(node)
-    return report is not None and bool(report.gpus)
+def fit_on_each(s: Situation, claim: Claim) -> Mapping[NodeId, int]:
+    """As `fit_on`, for all nodes of the claim."""
+    if claim.spec.gpus_per_node is not None:
+        return {node: fit_on(s, claim, node) for node in claim.nodes}
+    seen, marked = s.view.nodes, s.book.quarantined.keys() | s.view.telling.keys()
+    return {node: fit_on(s, claim, node) if node in marked else seen[node].gpu_slots for node in claim.nodes}
+
+
+def are_listed(s: Situation, claim: Claim) -> bool:
+    """Whether agents have named the GPUs of the claim's nodes. An arbiter that has just come back does not know them
+    yet."""
+    health, telling = s.view.health, s.view.telling
+    return all([node in health and (node not in telling or telling[node].gpus) for node in claim.nodes])
 
 
 def give(s: Situation, claim: Claim) -> Give:
@@ -52,14 +61,16 @@ def give_again(s: Situation, claim: Claim, fit: Mapping[NodeId, int]) -> Moves:
     A node that is to be swapped is left as it was: its gang is told by name to leave it. `fit`: GPUs on each node.
     """
     grant, quarantined = claim.grant, s.book.quarantined
-    if grant is None or not all(is_listed(s, node) for node in claim.nodes):
+    if grant is None or not are_listed(s, claim):
         return NOTHING
     # Of a node against which nothing stands as many GPUs are the same GPUs.
     if not any(
-        node.gpus != gpus_on(s, claim, node.node) and not is_out(s.book, node.node)
-        if node.node in quarantined
-        else len(node.gpus) != fit[node.node]
-        for node in grant.nodes
+        [
+            node.gpus != gpus_on(s, claim, node.node) and not is_out(s.book, node.node)
+            if node.node in quarantined
+            else len(node.gpus) != fit[node.node]
+            for node in grant.nodes
+        ]
     ):
         return NOTHING
     new = give(s, claim)

@@ -7,15 +7,15 @@ Whole nodes only: a bundle that is smaller than its node would let a replica in 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from tidegate.arbiter.book import Book
 from tidegate.arbiter.claim import Claim
 from tidegate.arbiter.messages import ClaimSpec
-from tidegate.arbiter.view import DOMAIN_LABEL, NodeSeen, View, count_fit
+from tidegate.arbiter.view import DOMAIN_LABEL, NodeSeen, PoolSeen, View, count_fit
 from tidegate.ids import ClaimId, NodeId, Tier, pool_name
 
 ALL = 10**9
@@ -27,6 +27,11 @@ class Placement:
     gpus: int
     """Fit to train on, over all nodes."""
     reason: str
+
+
+_Row: TypeAlias = tuple[int, float, NodeId, int, bool]
+"""A node that can be had: its replicas, the work lost there and its id (the order of preference); replicas that run,
+and whether it serves."""
 
 
 class _Rank(NamedTuple):
@@ -74,25 +79,36 @@ def place(
     lost_s: dict[NodeId, float] = {}
     for claim in book.claims.values():
         if claim.id in taking_from:
-            lost_s |= dict.fromkeys(claim.held, work_lost_s(view, claim, now_s))
+            lost_s |= dict.fromkeys(claim.pools_held, work_lost_s(view, claim, now_s))
         else:
-            taken.update(claim.held)
+            taken.update(claim.pools_held)
     most = spec.gpus_per_node or ALL
     mine = sum(min(count_fit(view, book, view.nodes[node], Tier.GANG), most) for node in keep)
-    if mine + _slots_left(view, taken) < spec.min_gpus:  # the usual case of a claim that waits, and quickly seen
+    free = [node for node in view.nodes.values() if node.drains_by_s is None and node.id not in taken]
+    slots_left = sum([node.gpu_slots for node in free])
+    if mine + slots_left < spec.min_gpus:  # the usual case of a claim that waits, and quickly seen
         return None
-    groups: dict[tuple[int, str], dict[_Rank, list[NodeId]]] = {}
-    for rank, nodes in _ranked(view, book, taken, lost_s).items():
+    pools = list(map(view.pools.get, map(pool_name, [node.id for node in free])))
+    groups: dict[tuple[int, str], dict[_Rank, list[int]]] = {}
+    for rank, indexes in _ranked(view, book, free, pools, lost_s).items():
         if rank.fit >= (spec.gpus_per_node or 1):
-            groups.setdefault(_group(rank.slots, rank.domain, spec), {})[rank] = nodes
+            groups.setdefault(_group(rank.slots, rank.domain, spec), {})[rank] = indexes
     if keep:
         first = view.nodes[keep[0]]
         own = _group(first.gpu_slots, _domain(first), spec)
         groups = {own: groups.get(own, {})}
+
+    def details(indexes: Iterable[int]) -> list[_Row]:
+        return [
+            (pool.holding, lost_s.get(node, 0.0), node, pool.running, node not in lost_s)
+            if pool is not None
+            else (0, lost_s.get(node, 0.0), node, 0, False)
+            for node, pool in [(free[index].id, pools[index]) for index in indexes]
+        ]
+
     may_leave = _running_unheld(view, book) - floor_replicas if floor_replicas > 0 else ALL
     choices = [
-        (group, _choose(view, ranks, spec, mine, lost_s, may_leave, may_move_serving))
-        for group, ranks in groups.items()
+        (group, _choose(ranks, details, spec, mine, may_leave, may_move_serving)) for group, ranks in groups.items()
     ]
     fitting = [(group, chosen) for group, chosen in choices if mine + chosen.fit >= spec.min_gpus]
     if not fitting:
@@ -102,7 +118,7 @@ def place(
         """Among node sizes (and domains, where one must hold the gang): most GPUs, then as among nodes."""
         (slots, domain), chosen = choice
         ranks = groups[slots, domain]
-        room = sum(min(rank.fit, most) * len(nodes) for rank, nodes in ranks.items()) if spec.one_domain else 0
+        room = sum(min(rank.fit, most) * len(indexes) for rank, indexes in ranks.items()) if spec.one_domain else 0
         gpus = min(mine + chosen.fit, spec.max_gpus)
         return (-gpus, chosen.suspected, room, chosen.replicas, chosen.lost_s, slots, domain)
 
@@ -131,59 +147,40 @@ def work_lost_s(view: View, claim: Claim, now_s: float) -> float:
     return max(0.0, now_s - since_s) * gang.world_size
 
 
-def _slots_left(view: View, taken: Collection[NodeId]) -> int:
-    every = sum([node.gpu_slots for node in view.nodes.values()])
-    return every - sum([view.nodes[node].gpu_slots for node in taken if node in view.nodes])
-
-
-def _ranked(view: View, book: Book, taken: Collection[NodeId], held: Collection[NodeId]) -> dict[_Rank, list[NodeId]]:
-    """The nodes that can be had; those `held` by claims are taken from. It looks at each node of the cluster, so it
-    does little for each."""
+def _ranked(
+    view: View, book: Book, nodes: Sequence[NodeSeen], pools: Sequence[PoolSeen | None], held: Collection[NodeId]
+) -> dict[_Rank, list[int]]:
+    """Those of the nodes on which a group could form, as indexes; those `held` by claims are taken from. It looks at
+    most nodes of the cluster, so it does little for each."""
     suspected = Counter(node for node, _, _ in book.held_back)
-    marked = {*book.quarantined, *suspected}
-    health = view.health
-    ranked: dict[tuple[int, int, int, str], list[NodeId]] = {}
-    for node_id, node in view.nodes.items():
-        if node_id in taken or node.drains_by_s is not None:
-            continue
+    marked = {*book.quarantined, *suspected, *view.telling}
+    ranked: defaultdict[tuple[int, int, int, str], list[int]] = defaultdict(list)
+    for index, (node, pool) in enumerate(zip(nodes, pools, strict=True)):
         slots = node.gpu_slots
-        if node.free_gpu_slots < slots and node_id not in held and _is_used_by_others(view, node):
-            continue
-        domain = node.labels.get(DOMAIN_LABEL, "")
-        if node_id in marked:
-            rank = (slots, count_fit(view, book, node, Tier.GANG), suspected[node_id], domain)
-        else:  # as `count_fit`, without the call
-            report = health.get(node_id)
-            fit = min(slots, len(report.gpus)) if report is not None and report.gpus else slots
-            rank = (slots, fit, 0, domain)
-        nodes = ranked.get(rank)
-        if nodes is None:
-            ranked[rank] = [node_id]
+        used = slots - node.free_gpu_slots
+        if used > 0 and (pool is None or used > pool.running + pool.starting + pool.stopping) and node.id not in held:
+            continue  # by others than our replicas
+        if node.id in marked:
+            fit, findings = count_fit(view, book, node, Tier.GANG), suspected[node.id]
+            ranked[slots, fit, findings, node.labels.get(DOMAIN_LABEL, "")].append(index)
         else:
-            nodes.append(node_id)
-    return {_Rank(*rank): nodes for rank, nodes in ranked.items()}
-
-
-def _is_used_by_others(view: View, node: NodeSeen) -> bool:
-    """Whether more of its GPUs are in use than our replicas there can hold: a group on it could not form."""
-    pool = view.pools.get(pool_name(node.id))
-    return node.gpu_slots - node.free_gpu_slots > (pool.holding if pool is not None else 0)
+            ranked[slots, slots, 0, node.labels.get(DOMAIN_LABEL, "")].append(index)
+    return {_Rank(*rank): indexes for rank, indexes in ranked.items()}
 
 
 def _choose(
-    view: View,
-    ranks: Mapping[_Rank, list[NodeId]],
+    ranks: Mapping[_Rank, list[int]],
+    details: Callable[[Iterable[int]], list[_Row]],
     spec: ClaimSpec,
     mine: int,
-    lost_s: Mapping[NodeId, float],
     may_leave: int,
     may_move_serving: bool,
 ) -> _Chosen:
     """The best of these nodes, until the claim has its fill of GPUs. `may_leave` replicas may stop running for it."""
     most = spec.gpus_per_node or ALL
     room: dict[str, int] = {}
-    for rank, nodes in ranks.items():
-        room[rank.domain] = room.get(rank.domain, 0) + min(rank.fit, most) * len(nodes)
+    for rank, indexes in ranks.items():
+        room[rank.domain] = room.get(rank.domain, 0) + min(rank.fit, most) * len(indexes)
 
     def preference(rank: _Rank) -> tuple[int, int, int, str]:
         # A domain that holds the whole gang comes first, the smallest such one, to leave large ones whole.
@@ -196,7 +193,20 @@ def _choose(
     for rank in sorted(ranks, key=preference):
         if mine + fit >= spec.max_gpus:
             break
-        for replicas, work_s, node, running, serves in sorted(_details(view, lost_s, ranks[rank])):
+        rows = sorted(details(ranks[rank]))
+        replicas_each, work_each_s, nodes, running_each, _ = zip(*rows, strict=True)
+        all_running, all_replicas = sum(running_each), sum(replicas_each)
+        all_needed = mine + fit + min(rank.fit, most) * (len(rows) - 1) < spec.max_gpus
+        if all_needed and all_running <= may_leave and (may_move_serving or all_replicas == 0):
+            # As below, for all of them at once.
+            chosen += nodes
+            fit += min(rank.fit, most) * len(rows)
+            suspected += rank.suspected * len(rows)
+            may_leave -= all_running
+            moved += all_replicas
+            lost = sum(work_each_s, lost)
+            continue
+        for replicas, work_s, node, running, serves in rows:
             if mine + fit >= spec.max_gpus:
                 break
             if (serves and running > may_leave) or (replicas > 0 and not may_move_serving):
@@ -210,22 +220,10 @@ def _choose(
     return _Chosen(nodes=tuple(chosen), fit=fit, suspected=suspected, replicas=moved, lost_s=lost)
 
 
-def _details(
-    view: View, lost_s: Mapping[NodeId, float], nodes: Iterable[NodeId]
-) -> Iterator[tuple[int, float, NodeId, int, bool]]:
-    """Each node's replicas, work lost and id (the order of preference); replicas that run, and whether it serves."""
-    for node in nodes:
-        pool = view.pools.get(pool_name(node))
-        if pool is None:
-            yield 0, lost_s.get(node, 0.0), node, 0, False
-        else:
-            yield pool.holding, lost_s.get(node, 0.0), node, pool.running, node not in lost_s
-
-
 def _running_unheld(view: View, book: Book) -> int:
     """Replicas that run on nodes which no claim holds."""
-    held = (view.pools[name].running for name in map(pool_name, book.holders) if name in view.pools)
-    return sum(pool.running for pool in view.pools.values()) - sum(held)
+    held = [pool.running for pool in map(view.pools.get, book.held_pools) if pool is not None]
+    return sum([pool.running for pool in view.pools.values()]) - sum(held)
 
 
 def _group(slots: int, domain: str, spec: ClaimSpec) -> tuple[int, str]:

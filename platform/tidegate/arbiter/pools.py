@@ -6,7 +6,7 @@ waits for a GPU would win it against a pending placement group (Ray serves actor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from tidegate.arbiter.book import Book
 from tidegate.arbiter.messages import Spillway
@@ -26,6 +26,14 @@ def room_for_serving(view: View, book: Book, node: NodeSeen) -> int:
     return count_fit(view, book, node, Tier.GANG, Tier.SERVE)
 
 
+def astray(view: View, book: Book) -> tuple[PoolSeen, ...]:
+    """The pools that are not as the book has them: Serve has another target, the book none, or more replicas are there
+    than there should be. Usually these are few."""
+    ours = book.targets.get
+    pools = view.pools.values()
+    return tuple([p for p in pools if ours(p.name) != p.target or p.running + p.starting > p.target])
+
+
 def wanted(view: View, book: Book) -> Mapping[PoolName, int]:
     """The target each deployed pool is heading for, were all GPUs free that should be."""
     return {
@@ -35,7 +43,7 @@ def wanted(view: View, book: Book) -> Mapping[PoolName, int]:
     }
 
 
-def raises(view: View, book: Book, spec: ServingSpec, now_s: float) -> tuple[SetTarget, ...]:
+def raises(view: View, book: Book, odd: Collection[PoolSeen], spec: ServingSpec, now_s: float) -> tuple[SetTarget, ...]:
     """Targets to raise in this tick.
 
     With the spillway closed nothing has to move home, so every free GPU is taken at once. With it open replicas come
@@ -48,7 +56,7 @@ def raises(view: View, book: Book, spec: ServingSpec, now_s: float) -> tuple[Set
         return ()
     left = spec.return_step_replicas if returning else 10**9
     moves = []
-    for node, pool, short in sorted(_short(view, book), key=lambda item: item[0].id):
+    for node, pool, short in sorted(_short(view, book, odd), key=lambda item: item[0].id):
         target = book.targets.get(pool.name, pool.target)
         free = max(0, int(node.free_gpu_slots) - (target - pool.running - pool.starting))
         more = min(short, free, left)
@@ -59,16 +67,17 @@ def raises(view: View, book: Book, spec: ServingSpec, now_s: float) -> tuple[Set
     return tuple(moves)
 
 
-def _short(view: View, book: Book) -> Iterator[tuple[NodeSeen, PoolSeen, int]]:
-    """Nodes whose pool is to have more replicas than it is to have now, and how many more."""
+def _short(view: View, book: Book, odd: Collection[PoolSeen]) -> Iterator[tuple[NodeSeen, PoolSeen, int]]:
+    """Nodes whose pool is to have more replicas than it is to have now, and how many more. Only those that may have one
+    now: a GPU is free there, or a replica too many has it."""
     held = book.holders
-    for node_id, node in view.nodes.items():
-        pool = view.pools.get(pool_name(node_id))
-        if pool is None or node_id in held:
-            continue
-        target = book.targets.get(pool.name, pool.target)
-        if target < node.gpu_slots and (short := room_for_serving(view, book, node) - target) > 0:
-            yield node, pool, short
+    any_node = any(pool.name not in book.held_pools for pool in odd)
+    for node in [node for node in view.nodes.values() if any_node or node.free_gpu_slots >= 1]:
+        pool = view.pools.get(pool_name(node.id)) if node.id not in held else None
+        if pool is not None:
+            short = room_for_serving(view, book, node) - book.targets.get(pool.name, pool.target)
+            if short > 0:
+                yield node, pool, short
 
 
 def lowerings(view: View, book: Book, now_s: float) -> tuple[SetTarget, ...]:
@@ -88,11 +97,11 @@ def lowerings(view: View, book: Book, now_s: float) -> tuple[SetTarget, ...]:
     return tuple(moves)
 
 
-def reassertions(view: View, book: Book, now_s: float) -> tuple[SetTarget, ...]:
+def reassertions(book: Book, odd: Collection[PoolSeen], now_s: float) -> tuple[SetTarget, ...]:
     """Targets that Serve has lost (a redeploy resets them to the code's number)."""
     return tuple(
         SetTarget(pool=pool.name, replicas=book.targets[pool.name], reason="Serve has another target", at_s=now_s)
-        for pool in view.pools.values()
+        for pool in odd
         if pool.name in book.targets and pool.target != book.targets[pool.name]
     )
 

@@ -21,8 +21,7 @@ def quarantine_moves(book: Book, view: View, brake: FleetBrakeSpec, now_s: float
     them, lift those that ended."""
     standing: dict[Hold, Verdict] = {
         hold_of(verdict): verdict
-        for report in view.health.values()
-        if report.verdicts
+        for report in view.telling.values()
         for verdict in report.verdicts
         if verdict.action is not Action.WARN
     }
@@ -111,10 +110,14 @@ def _evictions(book: Book, view: View, now_s: float) -> tuple[Evict, ...]:
         gang = view.gangs.get(claim.id)
         if claim.state not in HOLDING or gang is None or claim.grant is None:
             continue
-        marked = [node for node in claim.nodes if node in book.quarantined and node in view.nodes]
-        ranks = frozenset(gang.gpus) if marked else frozenset()
+        marked = [node for node in filter(book.quarantined.__contains__, claim.nodes) if node in view.nodes]
+        there = [(node, gpu) for node in marked for gpu in _gpus_at(book, view, node)]
+        # The few on marked nodes are looked for among all of the gang's: less work than a set of all of the gang's.
+        ranks = {gpu for _, gpu in there}.intersection(gang.gpus if there else ())
         told: set[str] = set()
-        for node, gpu in [(place, gpu) for place in marked for gpu in _gpus_at(book, view, place) if gpu in ranks]:
+        for node, gpu in there:
+            if gpu not in ranks:
+                continue
             held = _leaves_now(book, node, gpu)
             if held is None:
                 continue

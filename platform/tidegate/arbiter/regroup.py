@@ -13,7 +13,7 @@ import math
 
 from tidegate.arbiter.claim import Claim
 from tidegate.arbiter.drain import close, drain, is_empty
-from tidegate.arbiter.grants import fit_on, give_again
+from tidegate.arbiter.grants import fit_on, fit_on_each, give_again
 from tidegate.arbiter.messages import GangPhase
 from tidegate.arbiter.moves import Evict, Join, Move
 from tidegate.arbiter.placement import nodes_wanted
@@ -36,9 +36,9 @@ def regroup(s: Situation, claim: Claim) -> Moves:
         return again(s, claim, f"node {gone[0][:12]} is gone")
     if s.group(claim) is not GroupState.READY:
         return again(s, claim, "its placement group is lost")
-    out = [node for node in claim.nodes if node in quarantined and is_out(s.book, node)]
+    out = [node for node in filter(quarantined.__contains__, claim.nodes) if is_out(s.book, node)]
     draining = [node for node in claim.nodes if nodes[node].drains_by_s is not None]
-    fit = {node: fit_on(s, claim, node) for node in claim.nodes}
+    fit = fit_on_each(s, claim)
     left = sum(fit.values()) - sum(fit[node] for node in out)
     if left < claim.spec.min_gpus:
         return again(s, claim, f"{left} fit GPUs are left, it needs {claim.spec.min_gpus}")
@@ -56,7 +56,7 @@ def unfit(s: Situation, claim: Claim) -> str | None:
             return f"node {node[:12]} is {'gone' if seen is None else 'drained'}"
         if node in s.book.quarantined and is_out(s.book, node):
             return f"a verdict stands against node {node[:12]}"
-    left = sum(fit_on(s, claim, node) for node in claim.nodes)
+    left = sum(fit_on_each(s, claim).values())
     return f"{left} fit GPUs are left, it needs {claim.spec.min_gpus}" if left < claim.spec.min_gpus else None
 
 

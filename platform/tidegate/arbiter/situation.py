@@ -9,13 +9,13 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 
-from tidegate.arbiter import purse
+from tidegate.arbiter import pools, purse
 from tidegate.arbiter.book import Book
 from tidegate.arbiter.claim import Claim, group_name
 from tidegate.arbiter.messages import GangPhase, GangReport, GatewayReport, OverBudget
 from tidegate.arbiter.moves import Advance, CreateGroup, Move, RemoveGroup
 from tidegate.arbiter.states import ClaimState
-from tidegate.arbiter.view import GroupState, View, live_gateways
+from tidegate.arbiter.view import GroupState, PoolSeen, View, live_gateways
 from tidegate.ids import ClaimId, NodeId, PoolName, pool_name
 from tidegate.spec.policy import Policy
 
@@ -73,6 +73,11 @@ class Situation:
             )
         )
 
+    @cached_property
+    def pools_astray(self) -> tuple[PoolSeen, ...]:
+        """Those that are not as the book has them."""
+        return pools.astray(self.view, self.book)
+
     def rank(self, claim: Claim) -> int:
         """0 = the strongest class. One that the policy does not know any more is the weakest."""
         classes = self.policy.claims.classes
@@ -106,7 +111,7 @@ class Situation:
 
     def pools_on(self, nodes: Collection[NodeId]) -> tuple[PoolName, ...]:
         """The pools that are deployed on these nodes."""
-        return tuple(name for name in map(pool_name, nodes) if name in self.view.pools)
+        return tuple(filter(self.view.pools.__contains__, map(pool_name, nodes)))
 
     def replicas_on(self, nodes: Collection[NodeId]) -> int:
         return sum(self.view.pools[name].holding for name in self.pools_on(nodes))

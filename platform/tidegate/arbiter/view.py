@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 
 from tidegate.arbiter.book import Book, Quarantine
 from tidegate.arbiter.messages import Action, GangReport, GatewayReport, GpuSeen, HealthReport, ReplicaReport
@@ -52,7 +53,7 @@ class PoolSeen:
         return self.running + self.starting + self.stopping
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # no slots: what follows from it is computed once, when first asked for
 class View:
     nodes: Mapping[NodeId, NodeSeen]
     pools: Mapping[PoolName, PoolSeen]
@@ -70,6 +71,14 @@ class View:
     """Since when this arbiter hears reports: one that has just come back has not heard all."""
     overflow_for_s: float = 0.0
     """For how long, without a pause, requests have waited or gone to providers."""
+
+    @cached_property
+    def telling(self) -> Mapping[NodeId, HealthReport]:
+        """The reports that say something: a verdict, or fewer GPUs than the largest node has. A node that is not named
+        has as many GPUs as Ray counts, and no verdict stands."""
+        most = max([node.gpu_slots for node in self.nodes.values()], default=0)
+        reports = self.health.items()
+        return {node: report for node, report in reports if report.verdicts or len(report.gpus) < most}
 
 
 def gpus_of(view: View, node: NodeSeen) -> tuple[GpuSeen, ...]:
@@ -99,7 +108,8 @@ def tier_of(book: Book, node: NodeId, gpu: GpuId) -> Tier:
 def fit_gpus(view: View, book: Book, node: NodeSeen, *tiers: Tier) -> tuple[GpuId, ...]:
     """The node's GPUs whose tier is one of `tiers`, in NVML's order."""
     whole, each = _tiers(book, node.id)
-    return tuple([g.uuid for g in gpus_of(view, node) if _worse(whole, each.get(g.uuid, Tier.GANG)) in tiers])
+    usual, fit = whole in tiers, {gpu: _worse(whole, tier) in tiers for gpu, tier in each.items()}
+    return tuple([gpu.uuid for gpu in gpus_of(view, node) if fit.get(gpu.uuid, usual)])
 
 
 def _tiers(book: Book, node: NodeId) -> tuple[Tier, Mapping[GpuId, Tier]]:
@@ -129,7 +139,7 @@ def count_fit(view: View, book: Book, node: NodeSeen, *tiers: Tier) -> int:
         return len(fit_gpus(view, book, node, *tiers))
     if Tier.GANG not in tiers:
         return 0
-    report = view.health.get(node.id)
+    report = view.telling.get(node.id)
     return min(node.gpu_slots, len(report.gpus)) if report is not None and report.gpus else node.gpu_slots
 
 
