@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.text import Text
 
 from tidegate.arbiter.client import ArbiterClient
-from tidegate.cli.connect import connect
+from tidegate.cli.connect import ANSWER_DEADLINE_S, connect
 from tidegate.cli.status import status_view
 from tidegate.errors import NoArbiterError
 
@@ -25,7 +25,8 @@ def watch_cluster(address: str, console: Console, *, every_s: float, once: bool)
         NoArbiterError: there is no cluster, or (with `once`) no arbiter.
     """
     connect(address)
-    client = ArbiterClient(timeout_s=5.0)
+    # Who asks once waits for the answer; a picture says sooner that there is none.
+    client = ArbiterClient(timeout_s=ANSWER_DEADLINE_S if once else 5.0)
     try:
         show(lambda: asyncio.run(client.status()), console, pause=lambda: time.sleep(every_s), once=once)
     finally:
