@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain
 from typing import assert_never
 
 from tidegate.arbiter.claim import NO_GENERATION, Claim, advanced, joined
@@ -37,7 +36,7 @@ from tidegate.arbiter.moves import (
 )
 from tidegate.arbiter.purse import Purse, count
 from tidegate.arbiter.states import ENDED, ClaimState
-from tidegate.ids import ClaimId, Generation, NodeId, PoolName
+from tidegate.ids import ClaimId, Generation, NodeId, PoolName, pool_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,13 +91,13 @@ class Book:
         """Who holds each node that is held. A preempted claim comes before its heir, which drains towards it."""
         found: dict[NodeId, Claim] = {}
         for claim in sorted(self.claims.values(), key=lambda claim: claim.state is not ClaimState.DRAINING):
-            found |= dict.fromkeys(claim.pools_held, claim)
+            found |= dict.fromkeys(claim.held, claim)
         return found
 
     @cached_property
     def held_pools(self) -> Mapping[PoolName, int]:
         """The pools of the nodes that are held, and what requests may be sent there: none."""
-        return dict.fromkeys(chain.from_iterable([claim.pools_held.values() for claim in self.claims.values()]), 0)
+        return dict.fromkeys(map(pool_name, self.holders), 0)
 
     @cached_property
     def quarantined(self) -> Mapping[NodeId, tuple[Quarantine, ...]]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import TypeAlias
 
 from tidegate.arbiter.messages import ClaimSpec, Grant
 from tidegate.arbiter.moves import Advance, Join
 from tidegate.arbiter.states import HOLDING, NEXT, ClaimState
-from tidegate.ids import ClaimId, Generation, NodeId, PoolName, pool_name
+from tidegate.ids import ClaimId, Generation, NodeId
 
 NO_GENERATION = Generation(0)
 GROUP_PREFIX = "tidegate-"
@@ -20,7 +19,7 @@ class IllegalMoveError(ValueError):
     """A move that the state table does not allow: a bug in `decide`, or a journal from another version."""
 
 
-@dataclass(frozen=True, kw_only=True)  # no slots: see `pools_held`
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
     id: ClaimId
     spec: ClaimSpec
@@ -65,11 +64,6 @@ class Claim:
     def held(self) -> tuple[NodeId, ...]:
         """The nodes that are closed to others for it."""
         return (*self.nodes, *self.joining) if self.state in HOLDING else ()
-
-    @cached_property
-    def pools_held(self) -> Mapping[NodeId, PoolName]:
-        """The pool of each node that it holds, computed once: a claim stays as it is over many ticks."""
-        return {node: pool_name(node) for node in self.held}
 
 
 Claims: TypeAlias = Mapping[ClaimId, Claim]

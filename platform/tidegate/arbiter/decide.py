@@ -80,7 +80,7 @@ def _routes(s: Situation) -> Moves:
     if spillway is orders.spillway and allowances == orders.allowances:
         return NOTHING
     reason = "targets changed" if spillway is orders.spillway else "all replicas are home: the spillway closes"
-    allowances = {name: allowances[name] for name in there}
+    allowances = {name: allowances[name] for name in there}  # in the pools' order, as the journal names them
     return (Route(spillway=spillway, allowances=allowances, reason=reason),), reason
 
 

@@ -79,9 +79,9 @@ def place(
     lost_s: dict[NodeId, float] = {}
     for claim in book.claims.values():
         if claim.id in taking_from:
-            lost_s |= dict.fromkeys(claim.pools_held, work_lost_s(view, claim, now_s))
+            lost_s |= dict.fromkeys(claim.held, work_lost_s(view, claim, now_s))
         else:
-            taken.update(claim.pools_held)
+            taken.update(claim.held)
     most = spec.gpus_per_node or ALL
     mine = sum(min(count_fit(view, book, view.nodes[node], Tier.GANG), most) for node in keep)
     free = [node for node in view.nodes.values() if node.drains_by_s is None and node.id not in taken]
@@ -158,7 +158,7 @@ def _ranked(
     for index, (node, pool) in enumerate(zip(nodes, pools, strict=True)):
         slots = node.gpu_slots
         used = slots - node.free_gpu_slots
-        if used > 0 and (pool is None or used > pool.running + pool.starting + pool.stopping) and node.id not in held:
+        if used > 0 and (pool is None or used > pool.holding) and node.id not in held:
             continue  # by others than our replicas
         if node.id in marked:
             fit, findings = count_fit(view, book, node, Tier.GANG), suspected[node.id]
@@ -187,37 +187,41 @@ def _choose(
         here = room[rank.domain]
         return (-min(rank.fit, most), rank.suspected, here if here >= spec.max_gpus else ALL - here, rank.domain)
 
-    chosen: list[NodeId] = []
-    fit = suspected = moved = 0
-    lost = 0.0
+    chosen: list[_Row] = []
+    fit = suspected = 0
     for rank in sorted(ranks, key=preference):
-        if mine + fit >= spec.max_gpus:
+        each, short = min(rank.fit, most), spec.max_gpus - mine - fit
+        if short <= 0:
             break
-        rows = sorted(details(ranks[rank]))
-        replicas_each, work_each_s, nodes, running_each, _ = zip(*rows, strict=True)
-        all_running, all_replicas = sum(running_each), sum(replicas_each)
-        all_needed = mine + fit + min(rank.fit, most) * (len(rows) - 1) < spec.max_gpus
-        if all_needed and all_running <= may_leave and (may_move_serving or all_replicas == 0):
-            # As below, for all of them at once.
-            chosen += nodes
-            fit += min(rank.fit, most) * len(rows)
-            suspected += rank.suspected * len(rows)
-            may_leave -= all_running
-            moved += all_replicas
-            lost = sum(work_each_s, lost)
+        rows = _takeable(sorted(details(ranks[rank])), -(-short // each), may_leave, may_move_serving)
+        chosen += rows
+        fit += each * len(rows)
+        suspected += rank.suspected * len(rows)
+        may_leave -= sum([running for _, _, _, running, _ in rows])
+    return _Chosen(
+        nodes=tuple([node for _, _, node, _, _ in chosen]),
+        fit=fit,
+        suspected=suspected,
+        replicas=sum([replicas for replicas, _, _, _, _ in chosen]),
+        lost_s=sum([work_s for _, work_s, _, _, _ in chosen], 0.0),
+    )
+
+
+def _takeable(rows: list[_Row], wanted: int, may_leave: int, may_move_serving: bool) -> list[_Row]:
+    """The first `wanted` of these that may be had."""
+    first = rows[:wanted]
+    if may_move_serving and sum([running for _, _, _, running, _ in first]) <= may_leave:
+        return first  # the usual case
+    taken: list[_Row] = []
+    for row in rows:
+        if len(taken) == wanted:
+            break
+        replicas, _, _, running, serves = row
+        if (serves and running > may_leave) or (replicas > 0 and not may_move_serving):
             continue
-        for replicas, work_s, node, running, serves in rows:
-            if mine + fit >= spec.max_gpus:
-                break
-            if (serves and running > may_leave) or (replicas > 0 and not may_move_serving):
-                continue
-            chosen.append(node)
-            fit += min(rank.fit, most)
-            suspected += rank.suspected
-            may_leave -= running
-            moved += replicas
-            lost += work_s
-    return _Chosen(nodes=tuple(chosen), fit=fit, suspected=suspected, replicas=moved, lost_s=lost)
+        taken.append(row)
+        may_leave -= running
+    return taken
 
 
 def _running_unheld(view: View, book: Book) -> int:

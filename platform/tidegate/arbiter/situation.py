@@ -111,7 +111,7 @@ class Situation:
 
     def pools_on(self, nodes: Collection[NodeId]) -> tuple[PoolName, ...]:
         """The pools that are deployed on these nodes."""
-        return tuple(filter(self.view.pools.__contains__, map(pool_name, nodes)))
+        return tuple(name for name in map(pool_name, nodes) if name in self.view.pools)
 
     def replicas_on(self, nodes: Collection[NodeId]) -> int:
         return sum(self.view.pools[name].holding for name in self.pools_on(nodes))
