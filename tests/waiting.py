@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
 from collections.abc import Callable
 
@@ -17,9 +18,14 @@ def wait_until(condition: Callable[[], object], deadline_s: float, what: str) ->
 
 
 async def until(condition: Callable[[], object], deadline_s: float, what: str) -> None:
-    """As `wait_until`, while the event loop goes on."""
+    """As `wait_until`, while the event loop goes on; `condition` may be a coroutine function."""
     ends_s = time.monotonic() + deadline_s
-    while not condition():
+    while not (await met if inspect.isawaitable(met := condition()) else met):
         if time.monotonic() > ends_s:
             raise AssertionError(f"not within {deadline_s:g} s: {what}")
         await asyncio.sleep(0.001)
+
+
+async def others_first() -> None:
+    """Whatever else is ready in the event loop has its turn."""
+    await asyncio.sleep(0)

@@ -73,14 +73,15 @@ def bench(node: NodeId, library: Path, state: NvmlState, tmp_path: Path) -> Benc
 
 
 async def ticks_until(agent: HealthAgent, seen: Callable[[HealthReport], object], what: str) -> HealthReport:
-    """Tick until a report shows it, 10 s at most."""
-    ends_s = time.monotonic() + 10
-    while time.monotonic() < ends_s:
-        report = await agent.tick()
-        if seen(report):
-            return report
-        await asyncio.sleep(0.01)
-    raise AssertionError(f"no report shows {what}")
+    """Tick until a report shows it, 10 s at most; that report."""
+    reports: list[HealthReport] = []
+
+    async def shown() -> object:
+        reports.append(await agent.tick())
+        return seen(reports[-1])
+
+    await until(shown, 10, f"a report shows {what}")
+    return reports[-1]
 
 
 def readers() -> int:

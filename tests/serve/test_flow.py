@@ -25,7 +25,7 @@ from tidegate.serve.router_registry import PoolSeen
 from tidegate.serve.routing import RouteRequest, ToLocal
 from tidegate.serve.work import EngineFailedError, ImageJob, Made, PoolBusyError, PoolLostError, Size
 from tidegate.spec.policy import ProviderSpec, ServingSpec
-from waiting import until
+from waiting import others_first, until
 
 A = PoolName("a")
 JOB = ImageJob(
@@ -44,10 +44,13 @@ SPEC = ServingSpec(patience_s=0.3, request_deadline_s=1.5)
 
 @dataclass
 class Pools:
-    """One pool with `replicas` of two slots; each call does the next of `script`, then works `takes_s`."""
+    """One pool with `replicas` of two slots; each call does the next of `script`, then works for so many `turns` of the
+    loop, or for ever."""
 
     replicas: int = 1
-    takes_s: float = 0.01
+    turns: int = 3
+    stuck: bool = False
+    compute_s: float = 0.01
     script: list[Exception] = field(default_factory=list)
     ongoing: int = 0
     ongoing_max: int = 0
@@ -61,7 +64,7 @@ class Pools:
         self.calls += 1
         if self.script:
             error = self.script.pop(0)
-            await asyncio.sleep(0)  # so that others can come before it fails
+            await others_first()  # they can come before it fails
             raise error
         if not self.replicas:
             raise PoolBusyError(pool)
@@ -69,11 +72,14 @@ class Pools:
         self.ongoing_max = max(self.ongoing, self.ongoing_max)
         try:
             async with asyncio.timeout(timeout_s):
-                await asyncio.sleep(self.takes_s)
+                if self.stuck:
+                    await asyncio.Event().wait()
+                for _ in range(self.turns):
+                    await others_first()
         finally:
             self.ongoing -= 1
         self.made.append(job.request)
-        return Made(pngs=(b"png",), seed=job.seed, compute_s=self.takes_s)
+        return Made(pngs=(b"png",), seed=job.seed, compute_s=self.compute_s)
 
 
 @dataclass
@@ -362,7 +368,7 @@ def test_a_client_that_leaves_gives_its_place_back(street: Street) -> None:
             ask.cancel()
         await asyncio.gather(*asks, return_exceptions=True)
 
-    totals = street.run(story, Pools(takes_s=30)).totals()
+    totals = street.run(story, Pools(stuck=True)).totals()
     assert (totals["cancelled"], totals["open"], totals["attempts"]) == (3, 0, 2)
 
 
@@ -424,4 +430,4 @@ def test_a_request_that_comes_back_keeps_its_place_in_the_line(street: Street) -
         await asyncio.gather(*(house.ask(str(number)) for number in range(6)))
         assert house.pools.made.index(RequestId("0")) < 3
 
-    street.run(story, Pools(takes_s=0.05))
+    street.run(story, Pools(turns=15))

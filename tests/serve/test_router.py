@@ -15,6 +15,7 @@ from tidegate.ids import PoolName
 from tidegate.serve.router import SpillRouter
 from tidegate.serve.router_registry import ROUTERS, PoolSeen
 from tidegate.serve.work import PoolBusyError
+from virtual_time import VirtualTimeLoop, passes
 from waiting import until
 
 POOL = DeploymentID("pool-a", "images")
@@ -69,7 +70,8 @@ def in_loop(story: Callable[[], Coroutine[Any, Any, None]]) -> None:
         async with asyncio.timeout(5):
             await story()
 
-    asyncio.run(bounded())
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        runner.run(bounded())
 
 
 def test_it_registers_itself() -> None:
@@ -131,7 +133,7 @@ def test_a_replica_that_cannot_be_reached_is_not_asked_in_a_hot_loop() -> None:
         unreachable = Replica("unreachable", queue=-1)
         router = router_of(unreachable)
         choosing = asyncio.create_task(router._choose_replica_for_request(request()))
-        await asyncio.sleep(0.2)
+        await passes(0.2)
         assert 2 <= unreachable.asked < 20
         choosing.cancel()
         await asyncio.gather(choosing, return_exceptions=True)
@@ -161,7 +163,7 @@ def test_a_queue_longer_than_what_was_sent_is_asked_for_again() -> None:
         router.on_send_request(replica.replica_id)
         asked = replica.asked
         assert router.seen().ongoing == 2
-        await asyncio.sleep(0.01)
+        await passes(0.01)
         assert replica.asked == asked  # all of it is ours: no doubt
         router.on_request_completed(replica.replica_id, "one")
         router.on_request_completed(replica.replica_id, "two")
