@@ -29,6 +29,7 @@ from benchmarks.contenders.warm_fork import FORKED
 from tidegate.arbiter.client import NAMESPACE, ArbiterClient
 from tidegate.errors import TidegateError
 from tidegate.gang.host import host_name
+from tidegate.json_lines import read_lines
 from tidegate.testing.local_cluster import LocalCluster, marked_processes
 
 ROOT = Path(__file__).parents[2]
@@ -96,7 +97,10 @@ class Run:
         """The generation that is to be struck, once it may be."""
 
         def committed() -> bool:
-            steps, commits = _lines(self.run_dir / "metrics.jsonl"), _lines(self.run_dir / "checkpoints.jsonl")
+            steps, commits = (
+                list(read_lines(self.run_dir / "metrics.jsonl")),
+                list(read_lines(self.run_dir / "checkpoints.jsonl")),
+            )
             return bool(
                 commits
                 and commits[-1]["generation"] == steps[-1]["generation"]
@@ -104,7 +108,7 @@ class Run:
             )
 
         _wait(committed, "a checkpoint and some steps", self.run_dir, self.process)
-        generation: int = _lines(self.run_dir / "metrics.jsonl")[-1]["generation"]
+        generation: int = list(read_lines(self.run_dir / "metrics.jsonl"))[-1]["generation"]
         return generation
 
     def _kill_node(self, node: str) -> None:
@@ -113,7 +117,7 @@ class Run:
 
     def _stepped_at_s(self, generation: int, struck_at_s: float) -> float:
         def found() -> float | None:
-            lines = [line for line in _lines(self.run_dir / "metrics.jsonl") if line["at_s"] > struck_at_s]
+            lines = [line for line in read_lines(self.run_dir / "metrics.jsonl") if line["at_s"] > struck_at_s]
             newer = [line["at_s"] for line in lines if line["generation"] > generation]
             if newer:
                 return float(newer[0])
@@ -170,7 +174,7 @@ def warm_fork(inputs: Inputs, run_dir: Path, generation: int, environment: Mappi
     with _running(command, inputs.config, inputs.data, run_dir, environment) as process:
 
         def stepped() -> list[dict[str, Any]]:
-            return [line for line in _lines(run_dir / "metrics.jsonl") if line["generation"] == generation]
+            return [line for line in read_lines(run_dir / "metrics.jsonl") if line["generation"] == generation]
 
         _wait(stepped, "the floor's first step", run_dir, process)
     return float(stepped()[0]["at_s"]) - float((run_dir / FORKED).read_text())
@@ -181,20 +185,20 @@ def warm_fork(inputs: Inputs, run_dir: Path, generation: int, environment: Mappi
 
 def losses(run_dir: Path) -> list[tuple[int, float]]:
     """Step and loss of every step that all ranks did, also of those done again."""
-    lines = _lines(run_dir / "metrics.jsonl")
+    lines = list(read_lines(run_dir / "metrics.jsonl"))
     return [(line["step"], line["loss"]) for line in lines if line["world_size"] == RANKS]
 
 
 def steps_lost(run_dir: Path) -> list[int]:
     """Steps that each restart did again."""
-    lines = _lines(run_dir / "metrics.jsonl")
+    lines = list(read_lines(run_dir / "metrics.jsonl"))
     pairs = [(old, new) for old, new in itertools.pairwise(lines) if new["generation"] > old["generation"]]
     return [old["step"] - new["step"] + 1 for old, new in pairs]
 
 
 def wait_for_step(run: Run, step: int) -> None:
     def done() -> bool:
-        lines = _lines(run.run_dir / "metrics.jsonl")
+        lines = list(read_lines(run.run_dir / "metrics.jsonl"))
         return bool(lines) and lines[-1]["step"] >= step
 
     _wait(done, f"step {step}", run.run_dir, run.process)
@@ -285,12 +289,6 @@ def _running(
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
             process.wait(DEADLINE_S)
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """Of a JSON lines file; a line that is being written is not there yet."""
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def _wait(

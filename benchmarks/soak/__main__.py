@@ -37,9 +37,8 @@ from benchmarks.soak.summary import Happened, Summary, page, write
 from tidegate.arbiter.client import ArbiterClient
 from tidegate.cli.connect import connect
 from tidegate.cli.demo.client import SteadyClient
-from tidegate.cli.demo.looking import LOOK_EVERY_S, Look, claim_state, gang_step, running, wait_for
+from tidegate.cli.demo.looking import Look, claim_state, gang_step, running, wait_for
 from tidegate.cli.demo.stage import GPUS_PER_NODE, JOB, MODEL, Stage, set_up
-from tidegate.errors import NoArbiterError
 from tidegate.json_lines import read_lines
 from tidegate.ports import free_port
 from tidegate.serve.ledger import read_rows, read_totals
@@ -88,7 +87,7 @@ class Soak:
     began_at_s: float = 0.0
     ended_at_s: float = 0.0
     job_status: str = ""
-    _arbiter: ArbiterClient = field(default_factory=lambda: ArbiterClient(timeout_s=5.0))
+    _arbiter: ArbiterClient = field(default_factory=lambda: ArbiterClient(patience_s=HEAL_DEADLINE_S))
 
     def __post_init__(self) -> None:
         self.hands = Hands(stage=self.stage, ranks=RANKS)
@@ -159,14 +158,7 @@ class Soak:
     def look(self) -> Look:
         """The arbiter's status; while it restarts, its next one."""
         self.stage.check_job()
-        deadline = time.monotonic() + HEAL_DEADLINE_S
-        while True:
-            try:
-                return asyncio.run(self._arbiter.status())
-            except NoArbiterError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(LOOK_EVERY_S / 2)
+        return asyncio.run(self._arbiter.status())
 
     def wait(self, condition: Any, deadline_s: float, what: str) -> Look:
         return wait_for(self.look, condition, deadline_s, what)

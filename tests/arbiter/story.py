@@ -141,7 +141,7 @@ class Story:
         said = {"providers": (provider,), "local_busy_replicas": 6.0, **self.gateway_says}
         gateway = GatewayReport(gateway=GatewayId("g1"), at_s=now_s, acked=acked, canaries=canaries, **said)
         if not self.silent_gateway:
-            self.loop.exchange(gateway)
+            self.loop.report_gateway(gateway)
         for node, slots in () if self.silent_agents else self.fleet.slots.items():
             self.loop.health[node] = self._health(node, slots, now_s)
         for claim, phase in self.phases.items():

@@ -258,7 +258,7 @@ def test_a_late_report_takes_nothing_back() -> None:
     story.gateway_says["spent_usd_total"] = 2.0
     story.tick()
     now = story.loop.gateways[GatewayId("g1")]
-    story.loop.exchange(replace(now, at_s=now.at_s - 0.1, spent_usd_total=1.0))
+    story.loop.report_gateway(replace(now, at_s=now.at_s - 0.1, spent_usd_total=1.0))
     story.loop.tick()
     assert status(story)["spent_hour_usd"] == pytest.approx(2.0)
     assert not any(isinstance(move, Spend) and min(move.totals_usd.values()) < 2.0 for move in story.journal.moves)

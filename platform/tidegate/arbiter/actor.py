@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -39,8 +40,8 @@ from tidegate.telemetry.goodput import SPANS, Owner, SpanBook
 
 log = logging.getLogger(__name__)
 
-ORDERS_EVERY_S = 0.02
-"""How often it is looked whether there are new orders for a gateway that waits for them."""
+LOOK_EVERY_S = 0.02
+"""How often it is looked whether there is what a caller waits for: new orders, a grant."""
 
 
 class Arbiter:
@@ -62,15 +63,12 @@ class Arbiter:
         threading.Thread(target=self._run, name="arbiter-loop", daemon=True).start()
 
     async def exchange(self, report: GatewayReport, wait_s: float) -> Orders:
-        deadline = asyncio.get_running_loop().time() + wait_s
         before = self._loop.gateways.get(report.gateway)
-        orders = self._loop.exchange(report)
+        self._loop.report_gateway(report)
         if before is None or (before.acked, before.canaries) != (report.acked, report.canaries):
             self._wake.set()
-        while orders.generation == report.acked and asyncio.get_running_loop().time() < deadline:
-            await asyncio.sleep(ORDERS_EVERY_S)
-            orders = self._loop.book.orders
-        return orders
+        await _come(lambda: self._loop.book.orders.generation != report.acked, wait_s)
+        return self._loop.book.orders
 
     async def report_health(self, report: HealthReport) -> None:
         before = self._loop.health.get(report.node)
@@ -92,14 +90,14 @@ class Arbiter:
         return claim
 
     async def grant(self, claim: ClaimId, wait_s: float) -> Grant | None:
-        deadline = asyncio.get_running_loop().time() + wait_s
-        while True:
+        def granted() -> bool:
             found = self._loop.claim(claim)
             if found.state in (ClaimState.RETURNING, *ENDED):  # nothing will ever come
                 raise ClaimUndoneError(claim, found.reason)
-            if found.grant is not None or asyncio.get_running_loop().time() > deadline:
-                return found.grant
-            await asyncio.sleep(0.05)
+            return found.grant is not None
+
+        await _come(granted, wait_s)
+        return self._loop.claim(claim).grant
 
     async def release(self, claim: ClaimId, reason: str) -> None:
         self._loop.release(claim, reason)
@@ -141,6 +139,13 @@ class Arbiter:
                 # One look that fails (GCS away for a moment) must not end the loop; the next one decides afresh.
                 log.exception("a tick failed")
                 self._wake.wait(1.0)
+
+
+async def _come(condition: Callable[[], bool], wait_s: float) -> None:
+    """Return when it holds, or after `wait_s`."""
+    deadline_s = asyncio.get_running_loop().time() + wait_s
+    while not condition() and asyncio.get_running_loop().time() < deadline_s:
+        await asyncio.sleep(LOOK_EVERY_S)
 
 
 class _Gauges:

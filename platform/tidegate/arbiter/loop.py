@@ -20,7 +20,6 @@ from tidegate.arbiter.messages import (
     GatewayReport,
     HealthReport,
     JournalEntry,
-    Orders,
     ReplicaReport,
     Verdict,
     Weights,
@@ -147,12 +146,11 @@ class ArbiterLoop:
             raise UnknownSubjectError(claim, tuple(c.id for c in self.book.open_claims()))
         return self.book.claims[claim]
 
-    def exchange(self, report: GatewayReport) -> Orders:
+    def report_gateway(self, report: GatewayReport) -> None:
         before = self.gateways.get(report.gateway)
         if before is None or report.at_s >= before.at_s:  # a late one would take back what was spent since
             self.gateways[report.gateway] = report
             self._watch_overflow()
-        return self.book.orders
 
     def report_gang(self, report: GangReport) -> GangOrders:
         before = self.gangs.get(report.claim)

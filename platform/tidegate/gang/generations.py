@@ -1,4 +1,4 @@
-"""What follows in a gang's life: the next generation, none for now, its leave, or its end. Pure."""
+"""What follows in a gang's life: the next generation, a wait for one, its leave, or its end. Pure."""
 
 from __future__ import annotations
 
@@ -85,16 +85,12 @@ def would_change(gang: Gang) -> bool:
 def scattered(gang: Gang, now_s: float) -> Gang:
     """Its agents are gone, and with them their ranks."""
     fault_at_s = gang.fault_at_s if gang.fault_at_s is not None or gang.plan is None else now_s
-    return replace(
-        gang,
-        status=Status.GATHERING,
-        members={},
-        heard_s={},
-        beats={},
-        fault_at_s=fault_at_s,
-        changing=False,
-        short_since_s=None,
-    )
+    return replace(_alone(gang), status=Status.GATHERING, fault_at_s=fault_at_s, short_since_s=None)
+
+
+def _alone(gang: Gang) -> Gang:
+    """Without its agents, and without what they told."""
+    return replace(gang, members={}, heard_s={}, beats={}, changing=False)
 
 
 def drained(gang: Gang, how: str, now_s: float) -> Outcome:
@@ -109,14 +105,10 @@ def drained(gang: Gang, how: str, now_s: float) -> Outcome:
 
 def left(gang: Gang, reason: str) -> Outcome:
     gang = replace(
-        gang,
+        _alone(gang),
         status=Status.LEFT,
         plan=None,
-        members={},
-        heard_s={},
-        beats={},
         drain=None,
-        changing=False,
         formed_at_s=None,
         fault_at_s=None,
         leave=None,

@@ -47,8 +47,6 @@ def build_report(
     totals = read_totals(state_dir / "ledger")
     firsts = [line["data"] for line in gang if line["kind"] == "first_step"]
     evicted = _first(gang, "evicted")
-    # Whatever was heard of first: the rank's death, or a peer that has lost its connection to it.
-    killed = _first((line for line in gang if line["at_s"] >= moments["rank_killed_at_s"]), "planned")
     return {
         "requests": {
             "sent": len(client) + asked_beside,
@@ -64,10 +62,7 @@ def build_report(
             "spill_cost_usd": round(totals["price_usd"], 2),
         },
         "flip": _flip(journal, firsts),
-        "rank_kill": {
-            "to_next_step_s": round(_after(firsts, killed)["step_at_s"] - moments["rank_killed_at_s"], 3),
-            "steps_lost": _after(firsts, killed)["steps_lost"],
-        },
+        "rank_kill": _rank_kill(gang, firsts, moments["rank_killed_at_s"]),
         "hot_gpu": _hot_gpu(gang, firsts, evicted),
         "training": {
             "steps": steps[-1]["step"],
@@ -99,6 +94,13 @@ def _flip(journal: list[dict[str, Any]], firsts: list[dict[str, Any]]) -> dict[s
         "claim_to_first_step_s": round(firsts[0]["step_at_s"] - filed, 3),
         "return_s": round(home - entered["returning"], 3),
     }
+
+
+def _rank_kill(gang: list[dict[str, Any]], firsts: list[dict[str, Any]], killed_at_s: float) -> dict[str, float]:
+    # Whatever was heard of first: the rank's death, or a peer that has lost its connection to it.
+    planned = _first((line for line in gang if line["at_s"] >= killed_at_s), "planned")
+    after = _after(firsts, planned)
+    return {"to_next_step_s": round(after["step_at_s"] - killed_at_s, 3), "steps_lost": after["steps_lost"]}
 
 
 def _hot_gpu(gang: list[dict[str, Any]], firsts: list[dict[str, Any]], evicted: dict[str, Any]) -> dict[str, float]:
