@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import selectors
 
-
 TURNS_MAX = 10_000
 """Turns of the loop without a pause after which it is a hot one, whose time would never pass."""
 
