@@ -33,12 +33,13 @@ from benchmarks.contract import this_machine
 from benchmarks.soak import faults, verdict
 from benchmarks.soak.hands import Hands, gang_of
 from benchmarks.soak.summary import Happened, Summary, page, write
+from ray.job_submission import JobStatus
 
 from tidegate.arbiter.client import ArbiterClient
 from tidegate.cli.connect import connect
 from tidegate.cli.demo.client import SteadyClient
 from tidegate.cli.demo.looking import Look, claim_state, gang_step, running, wait_for
-from tidegate.cli.demo.stage import GPUS_PER_NODE, JOB, MODEL, Stage, set_up
+from tidegate.cli.demo.stage import GPUS_PER_NODE, MODEL, Stage, set_up
 from tidegate.json_lines import read_lines
 from tidegate.ports import free_port
 from tidegate.serve.ledger import read_rows, read_totals
@@ -86,7 +87,7 @@ class Soak:
     happened: list[Happened] = field(default_factory=list)
     began_at_s: float = 0.0
     ended_at_s: float = 0.0
-    job_status: str = ""
+    job_status: JobStatus | None = None
     _arbiter: ArbiterClient = field(default_factory=lambda: ArbiterClient(patience_s=HEAL_DEADLINE_S))
 
     def __post_init__(self) -> None:
@@ -116,7 +117,7 @@ class Soak:
             left_s = 4 * PACE_S * self.steps
             self.wait(lambda now: claim_state(now) in ("returning", "done"), left_s, "training ends")
             self.wait(lambda now: now["spillway"] == "closed" and running(now) > 0, 240, "traffic is home")
-            self.job_status = self.stage.command("ray", "job", "status", JOB)
+            self.wait(self.job_ended, 60, "the job has ended")
         finally:
             self.client.stop()
             self.ended_at_s = time.time()
@@ -154,6 +155,10 @@ class Soak:
                 healed_after_s=round(healed_s, 2),
             )
         )
+
+    def job_ended(self, _now: Look) -> bool:
+        self.job_status = self.stage.job_status()
+        return self.job_status is JobStatus.SUCCEEDED
 
     def look(self) -> Look:
         """The arbiter's status; while it restarts, its next one."""
@@ -208,8 +213,8 @@ class Soak:
                 ),
                 verdict.Check(
                     name="the job that was submitted succeeded",
-                    holds="succeeded" in self.job_status.lower(),
-                    detail=self.job_status.strip().splitlines()[-1][:200],
+                    holds=self.job_status is JobStatus.SUCCEEDED,
+                    detail=str(self.job_status),
                 ),
                 *verdict.request_checks(client, totals, ended, self.client.sent),
                 *verdict.curve_checks(curves, TOLERANCE),

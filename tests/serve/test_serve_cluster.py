@@ -243,6 +243,21 @@ def test_errors_have_openais_shape(room: Room) -> None:
     assert no_model.status_code == 200
 
 
+def test_an_answer_names_its_row_in_the_ledger(room: Room) -> None:
+    """A client may send any `x-request-id`, the same one again too: it is echoed, once, and no row goes by it."""
+    url, mine = f"{room.url}/v1/images/generations", {"x-request-id": "mine"}
+    answers = [httpx.post(url, json=body, headers=mine, timeout=20) for body in ({"prompt": "a two"}, {})]
+    assert [answer.status_code for answer in answers] == [200, 400]
+    assert [answer.headers.get_list("x-request-id") for answer in answers] == [["mine"], ["mine"]]
+    ids = [answer.headers["x-tidegate-request-id"] for answer in answers]
+
+    def outcomes() -> list[str | None]:
+        rows = {row.request_id: row.outcome for row in read_rows(room.state_dir / "ledger")}
+        return [rows.get(one) for one in ids]
+
+    wait_until(lambda: outcomes() == ["answered", "refused"], 20, "the ledger's rows")
+
+
 def test_pools_to_zero_under_load_and_back(room: Room) -> None:
     """C003: no request fails on the way down, at zero, or on the way up; the last test holds the books to it."""
     room.order(Spillway.CLOSED)
@@ -400,7 +415,7 @@ def test_every_request_ended_once(room: Room) -> None:
     assert totals["sent"] == sum(totals[end] for end in ends)
     assert totals["failed"] == 0
     assert totals["cancelled"] == 1
-    assert totals["refused"] == 2
+    assert totals["refused"] == 3
     assert totals["local"] > 0
     assert totals["spilled"] > 0
     assert totals["compute_s"] > 0

@@ -22,7 +22,7 @@ def connect(address: str) -> str:
     """Join the Ray cluster as a driver; the address of its dashboard, empty where it has none.
 
     Raises:
-        NoArbiterError: there is no cluster at `address`.
+        NoArbiterError: there is no cluster at `address`, or it is no address.
     """
     try:
         context = ray.init(
@@ -34,6 +34,8 @@ def connect(address: str) -> str:
         )
     except ConnectionError as error:
         raise NoArbiterError(f"no Ray cluster at {address}: {error}") from None
+    except ValueError as error:
+        raise NoArbiterError(f"{address!r} is no address of a Ray cluster: {error}\nhint: give host:port") from None
     return f"http://{context.dashboard_url}" if context.dashboard_url else ""
 
 

@@ -124,7 +124,8 @@ class Gateway:
             body = images_answer(answer.made, job.size, self._clock.now_s())
             response = JSONResponse(body, headers={"x-tidegate-backend": answer.backend})
             self._end(request_id, accepted_at_s, Outcome.ANSWERED, answer=answer)
-        response.headers["x-request-id"] = request_id
+        # Not `x-request-id`: Serve sets that itself, to whatever the client sent, which may repeat.
+        response.headers["x-tidegate-request-id"] = request_id
         return response
 
     @api.get("/v1/models")

@@ -96,7 +96,7 @@ class SteadyClient:
             response = await http.post(self._url, json=body)
             status = response.status_code
             backend = response.headers.get("x-tidegate-backend", "")
-            request_id = response.headers.get("x-request-id", "")
+            request_id = response.headers.get("x-tidegate-request-id", "")
             problem = check(response, 1)
         except httpx.HTTPError as error:
             problem = f"{type(error).__name__}: {error}"

@@ -215,14 +215,17 @@ class Stage:
         Raises:
             WaitedTooLongError: the training job has failed, so what it should have done never comes.
         """
-        if self._jobs is None:
-            return
-        try:
-            status = self._jobs.get_job_status(JOB)
-        except (OSError, RuntimeError):  # the dashboard is busy: the next look asks again
-            return
-        if status in (JobStatus.FAILED, JobStatus.STOPPED):
+        if self.job_status() in (JobStatus.FAILED, JobStatus.STOPPED):
             raise WaitedTooLongError("the training job has failed")
+
+    def job_status(self) -> JobStatus | None:
+        """The training job's; None before it was submitted, and while the dashboard is too busy to say."""
+        if self._jobs is None:
+            return None
+        try:
+            return self._jobs.get_job_status(JOB)
+        except (OSError, RuntimeError):
+            return None
 
     def job_log(self) -> str:
         """The last lines of the training job's log; empty before it was submitted."""
