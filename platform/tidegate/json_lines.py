@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines; a torn last one is left out. Nothing where there is no file."""
+def read_lines(path: Path, begin_bytes: int = 0) -> Iterator[dict[str, Any]]:
+    """The whole lines from a line's first byte on; a torn last one is left out. Nothing where there is no file."""
     if not path.exists():
         return
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
+        file.seek(begin_bytes)
         for line in file:
-            if line.endswith("\n"):
+            if line.endswith(b"\n"):
                 yield json.loads(line)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +12,7 @@ from story import WITH_PROVIDER, Story, ask, gpu
 
 from tidegate.arbiter.book import Book, replay
 from tidegate.arbiter.messages import GangPhase, Spillway
+from tidegate.arbiter.snapshot import book_from_json, book_to_json
 from tidegate.arbiter.states import ENDED, HOLDING, ClaimState
 from tidegate.arbiter.view import tier_of
 from tidegate.ids import ClaimId, NodeId, Tier
@@ -62,6 +64,8 @@ def check(story: Story, before: Book) -> None:
     for claim in book.open_claims():
         assert claim.reason, "a claim waits without a reason"
     assert book == replay(story.journal.moves), "the journal tells another story"
+    kept = json.loads(json.dumps(book_to_json(book)))
+    assert book == book_from_json(kept), "the book is another one when it was kept"
 
 
 def _no_gpu_has_two_holders(story: Story) -> None:

@@ -59,12 +59,17 @@ class HeldBack:
 IMPOSED_KEPT_S = 3600.0
 """For how long the book remembers which nodes a rule took out: the longest window of a fleet brake."""
 
+ENDED_KEPT_S = 7 * 86_400.0
+"""For how long the book remembers a claim that has ended; the journal, and so `tidegate why`, always does."""
+
 FIRST_ORDERS = Orders(generation=NO_GENERATION, spillway=Spillway.CLOSED, allowances={})
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots: what follows from it is computed once, when first asked for
 class Book:
     claims: Mapping[ClaimId, Claim] = field(default_factory=dict)
+    filed: Mapping[str, int] = field(default_factory=dict)
+    """Name -> how many claims of it there have ever been: no two have the same id."""
     orders: Orders = FIRST_ORDERS
     targets: Mapping[PoolName, int] = field(default_factory=dict)
     raised_at_s: float = 0.0
@@ -126,7 +131,17 @@ def apply(book: Book, move: Move) -> Book:
                 since_s=move.at_s,
                 spill_usd_per_hour=move.spill_usd_per_hour,
             )
-            return replace(book, claims={**book.claims, claim.id: claim})
+            remembered = {
+                old.id: old
+                for old in book.claims.values()
+                if old.state not in ENDED or move.at_s - old.since_s <= ENDED_KEPT_S
+            }
+            name = claim.spec.name
+            return replace(
+                book,
+                claims={**remembered, claim.id: claim},
+                filed={**book.filed, name: book.filed.get(name, 0) + 1},
+            )
         case Advance():
             return _releasing(book, advanced(book.claims[move.claim], move), move.at_s)
         case Release():
@@ -207,9 +222,9 @@ def apply(book: Book, move: Move) -> Book:
             assert_never(move)
 
 
-def replay(moves: Iterable[Move]) -> Book:
-    """The book that a journal leads to."""
-    book = Book()
+def replay(moves: Iterable[Move], book: Book | None = None) -> Book:
+    """The book that a journal leads to, from an empty one or from `book`."""
+    book = Book() if book is None else book
     for move in moves:
         book = apply(book, move)
     return book

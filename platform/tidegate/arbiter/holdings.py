@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from tidegate.arbiter.book import Book, apply
-from tidegate.arbiter.moves import Advance, Give, Impose, Join, Move
+from tidegate.arbiter.moves import Advance, File, Give, Impose, Join, Move
 from tidegate.ids import ClaimId, GpuId, NodeId
 
 
@@ -29,6 +29,7 @@ def holdings(moves: Iterable[tuple[float, Move]], until_s: float) -> tuple[Holdi
     asked to leave are its own until it has left.
     """
     book = Book()
+    run_of: dict[ClaimId, str] = {}
     gpus_of: dict[NodeId, set[GpuId]] = {}
     held: Mapping[ClaimId, frozenset[NodeId]] = {}
     since_s: dict[ClaimId, float] = {}
@@ -36,6 +37,8 @@ def holdings(moves: Iterable[tuple[float, Move]], until_s: float) -> tuple[Holdi
     for at_s, move in moves:
         book = apply(book, move)
         match move:
+            case File():
+                run_of[move.claim] = move.spec.name
             case Give():
                 for granted in move.grant.nodes:
                     gpus_of.setdefault(granted.node, set()).update(granted.gpus)
@@ -55,7 +58,7 @@ def holdings(moves: Iterable[tuple[float, Move]], until_s: float) -> tuple[Holdi
     return tuple(
         Holding(
             claim=claim,
-            run=book.claims[claim].spec.name,
+            run=run_of[claim],
             start_s=start_s,
             end_s=min(end_s, until_s),
             gpus=frozenset(gpu for node in nodes for gpu in gpus_of.get(node, ())),

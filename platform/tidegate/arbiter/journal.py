@@ -2,12 +2,17 @@
 
 A line's `move` is the whole move, so that reading the file again rebuilds the book. A torn last line (a crash while
 writing) was never acted on and is dropped, and cut off before the next write.
+
+Beside the journal lies the book as it stood at one of its lines: a restart reads that and only the lines behind it. The
+journal is what counts: a book that does not belong to it, or is unreadable, is passed over and everything is replayed.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,12 +22,19 @@ from pydantic import TypeAdapter
 from tidegate.arbiter.book import Book, replay
 from tidegate.arbiter.messages import JournalEntry
 from tidegate.arbiter.moves import Move, reason, subjects
+from tidegate.arbiter.snapshot import book_from_json, book_to_json
 from tidegate.json_lines import cut_torn_line, read_lines
+
+log = logging.getLogger(__name__)
 
 REPLICA = "replica"
 """Kind of an entry on what a replica serves; its subjects are the application, the replica and its pool."""
 JOURNAL = "journal.jsonl"
 """The file's name in the arbiter's state directory."""
+KEEP_EVERY_LINES = 2000
+"""A restart has at most about so many to replay, in a fraction of a second."""
+_SEAL_BYTES = 4096
+"""So much of the journal before a kept book's place must be what it was."""
 
 _MOVE: TypeAdapter[Move] = TypeAdapter(Move)
 
@@ -32,16 +44,22 @@ class Journal(Protocol):
 
     def note(self, entry: JournalEntry) -> None: ...
 
+    def keep(self, book: Book) -> None: ...
+
     def book(self) -> Book: ...
 
     def about(self, subject: str) -> tuple[JournalEntry, ...]: ...
 
 
 class FileJournal:
-    """A journal in one append-only file."""
+    """A journal in one append-only file, with a kept book beside it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, keep_every_lines: int = KEEP_EVERY_LINES) -> None:
         self.path = path
+        self._keep_every_lines = keep_every_lines
+        self.kept_path = path.with_name("book.json")
+        self._lines = 0
+        """Written, or replayed, since the book was kept last."""
         path.parent.mkdir(parents=True, exist_ok=True)
         cut_torn_line(path)
         self._file = path.open("a", encoding="utf-8")
@@ -61,16 +79,65 @@ class FileJournal:
                 "move": _MOVE.dump_python(move, mode="json"),
             }
             self._file.write(json.dumps(line) + "\n")
+        self._lines += len(moves)
         self._sync()
 
     def note(self, entry: JournalEntry) -> None:
         """Write down something seen, which changes no book."""
         line = {"at_s": entry.at_s, "kind": entry.kind, "subjects": entry.subjects, "reason": entry.reason}
         self._file.write(json.dumps({**line, "data": dict(entry.data)}) + "\n")
+        self._lines += 1
         self._sync()
 
+    def keep(self, book: Book) -> None:
+        """Told the book after each write: keeps it if many lines were written since it was kept last."""
+        if self._lines < self._keep_every_lines:
+            return
+        self._lines = 0
+        end_bytes = os.fstat(self._file.fileno()).st_size
+        kept = {"journal_bytes": end_bytes, "seal": self._seal(end_bytes), "book": book_to_json(book)}
+        half = self.kept_path.with_suffix(".half")
+        try:
+            with half.open("w", encoding="utf-8") as file:
+                json.dump(kept, file)
+                file.flush()
+                os.fsync(file.fileno())
+            half.replace(self.kept_path)
+        except OSError as error:  # nothing is lost: the journal has it all
+            log.warning("the book cannot be kept: %s", error)
+
     def book(self) -> Book:
-        return replay(move for _, move in read_moves(self.path))
+        begin_bytes, book = self._kept()
+        self._lines = 0
+
+        def moves() -> Iterator[Move]:
+            for line in read_lines(self.path, begin_bytes):
+                self._lines += 1
+                if "move" in line:
+                    yield _MOVE.validate_python(line["move"])
+
+        return replay(moves(), book)
+
+    def _kept(self) -> tuple[int, Book]:
+        """The kept book and where in the journal it stood; an empty one at its begin where none fits."""
+        try:
+            kept = json.loads(self.kept_path.read_text(encoding="utf-8"))
+            if kept["seal"] == self._seal(kept["journal_bytes"]):
+                return kept["journal_bytes"], book_from_json(kept["book"])
+            log.warning("%s is of another journal; all of %s is replayed", self.kept_path, self.path)
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            log.warning("%s is no use, all of %s is replayed: %s", self.kept_path, self.path, error)
+        return 0, Book()
+
+    def _seal(self, end_bytes: int) -> int | None:
+        """Of the journal's bytes just before; None where it has fewer."""
+        begin_bytes = max(0, end_bytes - _SEAL_BYTES)
+        with self.path.open("rb") as file:
+            file.seek(begin_bytes)
+            found = file.read(end_bytes - begin_bytes)
+        return zlib.crc32(found) if len(found) == end_bytes - begin_bytes else None
 
     def about(self, subject: str) -> tuple[JournalEntry, ...]:
         """Entries that speak of `subject`: a claim, node, GPU, pool, replica, rule, or the beginning of its id."""
@@ -97,6 +164,9 @@ class MemoryJournal:
 
     def note(self, entry: JournalEntry) -> None:
         self.entries.append(entry)
+
+    def keep(self, book: Book) -> None:
+        """Nothing: its moves are in memory already."""
 
     def book(self) -> Book:
         return replay(self.moves)

@@ -133,7 +133,7 @@ class ArbiterLoop:
             if not self._looked:  # right after a restart: an unseen cluster is not an empty one
                 self.seen, self._looked = self.fleet.look(self.book), True
             check_fits(self.view(), self.policy, spec)
-            used = sum(1 for claim in self.book.claims.values() if claim.spec.name == spec.name)
+            used = self.book.filed.get(spec.name, 0)
             claim = ClaimId(spec.name if used == 0 else f"{spec.name}.{used + 1}")
             now_s = self.clock.now_s()
             cost = forecast(self.book, self.view(), self.policy, spec, now_s).spill_usd_per_hour
@@ -270,6 +270,7 @@ class ArbiterLoop:
             book = apply(book, move)
         if moves:
             self.journal.write(moves, why, now_s)
+            self.journal.keep(book)
         self.book = book
 
     def _act(self, move: Move) -> None:

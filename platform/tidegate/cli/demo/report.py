@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tidegate.arbiter.journal import JOURNAL
+from tidegate.errors import TidegateError
 from tidegate.gang.coordinator import JOURNAL as GANG_JOURNAL
 from tidegate.json_lines import read_lines
 from tidegate.serve.ledger import read_totals
@@ -18,7 +19,7 @@ AVERAGED_STEPS = 20
 """Steps whose mean loss stands for the run's begin and end."""
 
 
-class IncompleteError(ValueError):
+class IncompleteError(TidegateError):
     """A record that the report needs is not there."""
 
 
