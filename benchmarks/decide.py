@@ -4,6 +4,9 @@ Pools on every node, claims in every state, quarantines (see `big_fleet`). Two t
 cannot be had yet waits at the head of the queue, and one that places a claim for three tenths of all GPUs. Each call
 gets a view that nothing was derived from yet, as each look of the arbiter does.
 
+The floor is a bare pass over the same nodes and their pools, in the same rounds: a fleet that has outgrown the
+processor's caches costs more for each node whatever is done with it, so even the pass grows faster than the nodes.
+
 Takes about half a minute on one core.
 """
 
@@ -17,10 +20,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from benchmarks.big_fleet import GPUS_PER_NODE, NOW_S, POLICY, Fleet, build
-from benchmarks.contract import Metric, figure, growth_exponent, publish
+from benchmarks.contract import Metric, compared, figure, growth_exponent, publish
 
 from tidegate.arbiter.book import Book
 from tidegate.arbiter.decide import Decision, decide
+from tidegate.ids import pool_name
 
 SIZES = (1_000, 2_000, 4_000, 8_000, 12_500)
 CALLS = 5
@@ -50,6 +54,18 @@ def seconds(fleet: Fleet, tick: str) -> float:
     return statistics.median(took_s)
 
 
+def pass_seconds(fleet: Fleet) -> float:
+    """Median of `CALLS` passes: each node and its pool are found and looked at, once."""
+    took_s = []
+    for _ in range(CALLS):
+        view = fleet.look()
+        began_s = time.perf_counter()
+        running = sum(view.pools[pool_name(node)].running + seen.gpu_slots for node, seen in view.nodes.items())
+        took_s.append(time.perf_counter() - began_s)
+        assert running > 0
+    return statistics.median(took_s)
+
+
 def peak_bytes(fleet: Fleet, tick: str) -> int:
     """The most that one decision has allocated at a time, its answer included."""
     book, view = TICKS[tick](fleet), fleet.look()
@@ -73,9 +89,11 @@ def check(fleet: Fleet, tick: str, decision: Decision) -> None:
         raise RuntimeError(f"the {tick} tick placed {placed} nodes, meant were {wanted}: {decision.reason[:500]}")
 
 
-def measure(rounds: int, sizes: tuple[int, ...]) -> dict[str, Measured]:
+def measure(rounds: int, sizes: tuple[int, ...]) -> tuple[dict[str, Measured], list[float]]:
+    """What each tick took, and the growth exponents of the bare pass."""
     fleets = [build(size) for size in sizes]
     measured = {tick: Measured() for tick in TICKS}
+    passes: list[float] = []
     for number in range(rounds + 1):
         for tick, found in measured.items():
             took_s = [seconds(fleet, tick) for fleet in fleets]
@@ -87,16 +105,23 @@ def measure(rounds: int, sizes: tuple[int, ...]) -> dict[str, Measured]:
                 found.seconds_at_top.append(took_s[-1])
                 found.exponents.append(exponent)
                 found.peak_mib.append(peak)
-    return measured
+        exponent = growth_exponent(sizes, [pass_seconds(fleet) for fleet in fleets])
+        print(f"round {number or 'warm-up'}, bare pass: ^{exponent:.2f}", flush=True)
+        if number:
+            passes.append(exponent)
+    return measured, passes
 
 
-def metrics_of(measured: Mapping[str, Measured]) -> dict[str, Metric]:
+def metrics_of(measured: Mapping[str, Measured], passes: list[float]) -> dict[str, Metric]:
     """The placing tick gives the names that the contract asks for: it does everything that the quiet one does."""
     metrics = {}
     for tick, prefix in (("placing", ""), ("quiet", "quiet_")):
         found = measured[tick]
         metrics[f"{prefix}seconds_at_100k"] = figure(found.seconds_at_top, goal="<= 0.020")
         metrics[f"{prefix}growth_exponent"] = figure(found.exponents, goal="<= 1.1")
+        metrics[f"{prefix}growth_over_pass"] = compared(
+            found.exponents, passes, role="limit", ratio="ours / theirs", goal="<= 1.0"
+        )
         metrics[f"{prefix}peak_mib_at_100k"] = figure(found.peak_mib, goal="<= 64")
     return metrics
 
@@ -105,8 +130,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="after one of warm-up")
     arguments = parser.parse_args()
-    measured = measure(arguments.rounds, SIZES)
-    publish("decide", metrics_of(measured), rounds=arguments.rounds, packages=("tidegate",))
+    publish("decide", metrics_of(*measure(arguments.rounds, SIZES)), rounds=arguments.rounds, packages=("tidegate",))
 
 
 if __name__ == "__main__":
