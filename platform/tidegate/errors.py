@@ -123,6 +123,20 @@ class CheckpointError(TidegateError):
     """A checkpoint can't be written or read. The text names the directory and what is wrong with it."""
 
 
+class DivergedError(TidegateError):
+    """The loss has gone wrong and no checkpoint helps."""
+
+    def __init__(self, step: int, why: str) -> None:
+        super().__init__(step, why)
+        self.step, self.why = step, why
+
+    def __str__(self) -> str:
+        return (
+            f"training has diverged at step {self.step}: {self.why}\n"
+            "hint: events.jsonl names the samples; lower optimizer.lr, or raise guard.rollbacks_max and submit again"
+        )
+
+
 class DataError(TidegateError):
     """A data set can't be read or is not what the run's config says."""
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -12,11 +14,13 @@ from torch import Tensor
 
 from captioned import captioned_images, tiny_run
 from tidegate.checkpoint.disk import Saver
-from tidegate.checkpoint.restore import newest_good, newest_good_for_all
+from tidegate.checkpoint.restore import Checkpoint, full_model_weights, newest_good, newest_good_for_all, verified
 from tidegate.checkpoint.shards import Part
 from tidegate.data.loader import Batch, Dataset
+from tidegate.data.order import order
 from tidegate.data.prepare import prepare
 from tidegate.errors import CheckpointError
+from tidegate.train.config import RunConfig
 from tidegate.train.export import export_id, load_export
 from tidegate.train.loop import Run, run
 from tidegate.train.parallel import joined
@@ -105,26 +109,63 @@ def test_from_the_last_step_straight_to_the_export(unbroken: Path, data: Path, t
 
 
 class Poisoned(Run):
-    """Rank 1's loss of step 5 is not a number."""
+    """Rank 1's loss is multiplied in some steps."""
+
+    by: ClassVar[dict[int, float]]
 
     def _loss(self, batch: Batch) -> Tensor:
-        loss = super()._loss(batch)
-        return loss * torch.nan if (self.world.rank, batch.step) == (1, 4) else loss
+        return super()._loss(batch) * (self.by.get(batch.step + 1, 1.0) if self.world.rank == 1 else 1.0)
 
 
-def poisoned(rank: int, data: Path, run_dir: Path) -> None:
+def poisoned(
+    rank: int, data: Path, run_dir: Path, by: dict[int, float], config: RunConfig = CONFIG, generation: int = 0
+) -> None:
+    Poisoned.by = by
     with joined(30) as world:
-        records = Records(run_dir, writes=rank == 0, world_size=2, generation=0, log_every_steps=100)
+        records = Records(run_dir, writes=rank == 0, world_size=2, generation=generation, log_every_steps=100)
         images = Dataset(data, width=4, height=4, channels=1)
         with records:
-            Poisoned(CONFIG, images, run_dir, NullProgress(), world, 0, records).go()
+            Poisoned(config, images, run_dir, NullProgress(), world, generation, records).go()
+
+
+GUARDED = tiny_run(guard={"spike_window_steps": 3, "rollbacks_max": 1}, checkpoint={"every_steps": 3, "keep": 9})
+
+
+def test_a_loss_spike_goes_back_to_the_checkpoint_and_on_behind_the_samples(data: Path, tmp_path: Path) -> None:
+    """C084: the weights of step 6 go on at step 9; what was lost and which samples did it is told; the next spike, also
+    after a restart, finds the budget spent."""
+    assert group(2, poisoned, data, tmp_path, {8: 1e3}, GUARDED) == [0, 0]
+    events = lines(tmp_path, "events.jsonl")
+    [rolled] = [line for line in events if line["kind"] == "rolled_back"]
+    assert (rolled["step"], rolled["checkpoint"]) == (8, "step-00000006.g0")
+    assert rolled["samples"] == order(CONFIG.seed, 7, CONFIG.global_batch, 25).tolist()
+    assert list(losses(tmp_path)) == list(range(1, 13)), "each step was made once"
+    folders = {step: tmp_path / "checkpoints" / f"step-{step:08d}.g0" for step in (6, 8, 9, 12)}
+    saved = {step: verified(folder) for step, folder in folders.items()}
+    counted = {step: (manifest.updates, manifest.rollbacks) for step, manifest in saved.items()}
+    assert counted == {6: (6, 0), 8: (6, 1), 9: (7, 1), 12: (10, 1)}
+    before, after = (full_model_weights(Checkpoint(folders[step], saved[step])) for step in (6, 8))
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+    for step in (9, 12):
+        shutil.rmtree(folders[step])
+    assert 0 not in group(2, poisoned, data, tmp_path, {12: 1e3}, GUARDED, 1)
+    assert max(losses(tmp_path)) == 12
+    assert [line["step"] for line in lines(tmp_path, "events.jsonl") if line["kind"] == "restored"] == [8]
+
+
+def test_losses_that_stay_not_finite_end_a_run_that_has_no_checkpoint(data: Path, tmp_path: Path) -> None:
+    config = tiny_run(guard={"not_finite_max": 1})
+    assert 0 not in group(2, poisoned, data, tmp_path, {1: math.nan, 2: math.nan}, config)
+    assert [line["kind"] for line in lines(tmp_path, "events.jsonl")] == ["step_skipped", "step_skipped"]
 
 
 def test_a_loss_that_is_not_finite_on_one_rank_is_skipped_by_all(unbroken: Path, data: Path, tmp_path: Path) -> None:
     """C082: the event names the rank, no weight changes in that step, and the run goes on."""
-    assert group(2, poisoned, data, tmp_path) == [0, 0]
+    assert group(2, poisoned, data, tmp_path, {5: math.nan}) == [0, 0]
     [skipped] = [line for line in lines(tmp_path, "events.jsonl") if line["kind"] == "step_skipped"]
     assert (skipped["step"], skipped["bad_ranks"]) == (5, [1])
+    assert skipped["samples"] == order(CONFIG.seed, 4, CONFIG.global_batch, 25).tolist()
     found = losses(tmp_path)
     assert found[5] is None
     assert {step: found[step] for step in range(1, 5)} == {step: losses(unbroken)[step] for step in range(1, 5)}

@@ -31,7 +31,9 @@ class Manifest(Model):
     step: int
     """Steps done; also the position in the data, whose order depends on the step alone."""
     updates: int
-    """Steps that changed the weights: without those skipped for a loss that was not finite."""
+    """Steps that changed the weights: without those skipped for their loss, or undone by a roll-back."""
+    rollbacks: int = 0
+    """How often the run has gone back to a checkpoint because of its loss."""
     seed: int
     """Of all randomness there is: weights, order, noise and times are functions of it and the step."""
     global_batch: int

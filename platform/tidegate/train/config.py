@@ -105,6 +105,19 @@ class CheckpointSpec(Model):
     """How many stay on disk; the newest good one always does."""
 
 
+class GuardSpec(Model):
+    """When a step is not trusted; see `tidegate.train.guard`."""
+
+    not_finite_max: NotNegative = 3
+    """So many steps in a row are skipped because a loss or gradient is not finite; one more rolls the run back."""
+    spike_factor: Annotated[float, Field(gt=1)] | None = 3.0
+    """A loss of over this many times its running mean rolls the run back; null: no loss does."""
+    spike_window_steps: Positive = 50
+    """The running mean is over so many steps; before there are as many, no loss is a spike."""
+    rollbacks_max: NotNegative = 3
+    """After so many the run ends instead."""
+
+
 class SampleSpec(Model):
     steps: Positive = 20
     """Euler steps of the sampler that travels with the weights."""
@@ -125,6 +138,7 @@ class RunConfig(Model):
     optimizer: OptimizerSpec
     checkpoint: CheckpointSpec
     objective: ObjectiveSpec = ObjectiveSpec()
+    guard: GuardSpec = GuardSpec()
     sample: SampleSpec = SampleSpec()
     threads_per_rank: Positive = 1
     """Threads of CPU arithmetic in each rank."""

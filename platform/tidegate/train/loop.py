@@ -13,13 +13,15 @@ from torch import Tensor
 
 from tidegate.checkpoint.disk import Outcome, Saver
 from tidegate.checkpoint.manifest import Manifest
-from tidegate.checkpoint.restore import MODEL, Found, load, newest_good_for_all
+from tidegate.checkpoint.restore import MODEL, Checkpoint, Found, load, newest_good_for_all
 from tidegate.checkpoint.shards import Part
 from tidegate.data.loader import Batch, Dataset, Loader
+from tidegate.data.order import order
 from tidegate.data.text import ByteText
-from tidegate.errors import CheckpointError, DataError
+from tidegate.errors import CheckpointError, DataError, DivergedError
 from tidegate.train.config import RunConfig
 from tidegate.train.export import write_export
+from tidegate.train.guard import Do, Guarded, Ruling, judge
 from tidegate.train.model import positions, seeded, to_tokens, velocity
 from tidegate.train.objective import draw, loss_sum, mix
 from tidegate.train.optim import adamw, learning_rate
@@ -40,6 +42,7 @@ def run(config: RunConfig, data_dir: Path, run_dir: Path, progress: Progress, *,
         DataError: no data, or not what the config says.
         CheckpointError: the last save failed (the weights are exported all the same), or a checkpoint is of another
             network.
+        DivergedError: the loss has gone wrong more often than the guard allows.
     """
     progress.phase(Phase.STARTING)
     torch.set_num_threads(config.threads_per_rank)
@@ -99,6 +102,7 @@ class Run:
         self.places = positions(config.text.length, config.image).to(world.device)
         self.step = self.updates = 0
         """Steps done, and those of them that changed the weights."""
+        self.guarded = Guarded()
         self.saved_step = -1
         """Step of the newest save that was started or restored."""
 
@@ -140,18 +144,22 @@ class Run:
         ) as batches:
             for batch in batches:
                 began = time.perf_counter()
-                verdict = self._one(batch)
+                verdict, ruling = self._one(batch)
                 self.step += 1
                 self.records.step(self.step, verdict.loss, verdict.grad_norm, time.perf_counter() - began)
                 self.progress.stepped(self.step, verdict.loss)
                 self._settle(saver.poll())
+                if ruling.do is Do.GIVE_UP:
+                    raise DivergedError(self.step, ruling.reason)
+                if ruling.do is Do.ROLL_BACK:
+                    self._roll_back(saver, ruling.reason)
                 if verdict.stop:
                     return self.step < self.config.steps
-                if self.step % self.config.checkpoint.every_steps == 0:
+                if self.step % self.config.checkpoint.every_steps == 0 and self.saved_step != self.step:
                     self._save(saver)
         return False
 
-    def _one(self, batch: Batch) -> Verdict:
+    def _one(self, batch: Batch) -> tuple[Verdict, Ruling]:
         rate = learning_rate(self.step, self.config.steps, self.config.optimizer)
         loss = self._loss(batch)
         # FSDP averages gradients over ranks; scaled like this their average is the global batch's mean gradient,
@@ -159,13 +167,20 @@ class Run:
         torch.autograd.backward(loss * (self.world.size / self.config.global_batch))
         gradients = [shard.gradient for shard in self.shards]
         verdict = self._agreed(loss.detach(), gradients)
-        if verdict.finite:
+        self.guarded, ruling = judge(self.guarded, self.config.guard, verdict.loss, finite=verdict.finite)
+        if ruling.do is Do.GO:
             self._update(gradients, rate, verdict.grad_norm)
-        else:
-            self.records.skipped_step(self.step + 1, verdict.loss, verdict.grad_norm, verdict.bad_ranks)
+        if not verdict.finite:
+            samples = self._samples(self.step)
+            self.records.skipped_step(self.step + 1, verdict.loss, verdict.grad_norm, verdict.bad_ranks, samples)
         for parameter in self.parameters:
             parameter.grad = None
-        return verdict
+        return verdict, ruling
+
+    def _samples(self, step: int) -> list[int]:
+        """Ids of the global batch of `step`, counted from 0."""
+        ids = order(self.config.seed, step, self.config.global_batch, len(self.data))
+        return [int(sample) for sample in ids]
 
     def _loss(self, batch: Batch) -> Tensor:
         """Sum of the losses of this rank's samples."""
@@ -221,17 +236,34 @@ class Run:
         if found.checkpoint is None:
             return
         manifest = found.checkpoint.manifest
-        load(found.checkpoint, self._parts())
+        self._load(found.checkpoint)
         self.step = self.saved_step = manifest.step
-        self.updates = manifest.updates
-        for shard in self.shards:
-            self.optimizer.state[shard.local]["step"].fill_(manifest.updates)
+        self.guarded = Guarded(rollbacks=manifest.rollbacks)
         self.records.event("restored", checkpoint=found.checkpoint.folder.name, step=manifest.step)
         now = {"seed": self.config.seed, "global_batch": self.config.global_batch, "dataset": self.data.fingerprint}
         for name, value in now.items():
             if getattr(manifest, name) != value:
                 reason = f"{name} was {getattr(manifest, name)}, is {value}: samples may repeat or be left out"
                 self.records.event("resumed_differently", reason=reason)
+
+    def _load(self, checkpoint: Checkpoint) -> None:
+        load(checkpoint, self._parts())
+        self.updates = checkpoint.manifest.updates
+        for shard in self.shards:
+            self.optimizer.state[shard.local]["step"].fill_(self.updates)
+
+    def _roll_back(self, saver: Saver, reason: str) -> None:
+        """The newest checkpoint's weights go on from here, so the samples since then are behind them. Saved at once: a
+        crash must not meet the same samples again, nor get its budget back."""
+        self.progress.phase(Phase.RESTORING)
+        self._settle(saver.finish())  # one in flight may be the newest
+        found = newest_good_for_all(self.run_dir / "checkpoints", self.world.saving)
+        if found.checkpoint is None:
+            raise DivergedError(self.step, f"{reason}, and there is no checkpoint to go back to")
+        self._load(found.checkpoint)
+        name, samples = found.checkpoint.folder.name, self._samples(self.step - 1)
+        self.records.event("rolled_back", step=self.step, checkpoint=name, reason=reason, samples=samples)
+        self._save(saver)
 
     def _save(self, saver: Saver) -> None:
         self.progress.phase(Phase.SAVING)
@@ -240,6 +272,7 @@ class Run:
             generation=self.generation,
             step=self.step,
             updates=self.updates,
+            rollbacks=self.guarded.rollbacks,
             seed=self.config.seed,
             global_batch=self.config.global_batch,
             dataset=self.data.fingerprint,

@@ -18,7 +18,8 @@ METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints.jsonl"
 """A line a commit."""
 EVENTS = "events.jsonl"
-"""What else happened: restored, checkpoint_skipped, resumed_differently, save_failed, step_skipped, exported."""
+"""What else happened: restored, checkpoint_skipped, resumed_differently, save_failed, step_skipped, rolled_back,
+exported."""
 
 logger = logging.getLogger(__name__)
 
@@ -60,10 +61,12 @@ class Records:
         if self._files and step % self._log_every_steps == 0:
             logger.info("step %d: loss %.4f, %.0f ms", step, loss, step_s * 1000)
 
-    def skipped_step(self, step: int, loss: float, grad_norm: float, bad_ranks: tuple[int, ...]) -> None:
+    def skipped_step(
+        self, step: int, loss: float, grad_norm: float, bad_ranks: tuple[int, ...], samples: list[int]
+    ) -> None:
         """No rank changed its weights in `step`, because a loss or the gradient was not finite."""
         who = f"loss of rank {', '.join(map(str, bad_ranks))}" if bad_ranks else f"loss {loss}, gradient {grad_norm}"
-        self.event("step_skipped", step=step, bad_ranks=list(bad_ranks), reason=f"not finite: {who}")
+        self.event("step_skipped", step=step, bad_ranks=list(bad_ranks), reason=f"not finite: {who}", samples=samples)
 
     def commit(self, outcome: Outcome) -> None:
         took = {"stall_s": round(outcome.stall_s, 6), "commit_s": round(outcome.commit_s, 6)}
