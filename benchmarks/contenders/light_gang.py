@@ -8,20 +8,19 @@ from pathlib import Path
 
 import ray
 from benchmarks.contenders.first_step import first_step, stepped_at_s
-from ray.train import RunConfig, ScalingConfig
-from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-from tidegate.gang.host import SETTINGS
+from tidegate.gang.host import SETTINGS, import_trainer, start_early
 from tidegate.gang.plan import Formation
-from tidegate.gang.trainer import NodeTrainer
 
 
 @ray.remote(num_cpus=0)
 class Host:
-    """Where our trainer's controller runs, as in `tidegate.gang.host`: its process starts while GPUs are awaited."""
+    """Where our trainer's controller runs, as in `tidegate.gang.host`: its process starts while GPUs are awaited, and
+    its workers start while Ray Train is imported."""
 
     def __init__(self) -> None:
         os.environ.update(SETTINGS)
+        self._trainer = import_trainer()
 
     async def lead(self, folder: Path, workers: int, group: str) -> float:
         """Start the gang in a placement group of one GPU a node; returns when its last worker had stepped."""
@@ -31,12 +30,17 @@ class Host:
     def _lead(self, folder: Path, workers: int, group: str) -> float:
         folder.mkdir(parents=True)
         formation = Formation(group=group, nodes=workers, gpus_per_node=1)
-        NodeTrainer(first_step, {"folder": str(folder)}, folder / "ray_train", "gang", lambda: formation).fit()
+        settings = {"folder": str(folder)}
+        early = start_early(lambda: formation, first_step, settings)
+        self._trainer.result()(first_step, settings, folder / "ray_train", "gang", lambda: formation, early).fit()
         return stepped_at_s(folder, workers)
 
 
 def by_ray_train(folder: Path, workers: int, resource: str) -> float:
     """Start the gang as Ray Train does by itself, with one `resource` for each worker."""
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+
     folder.mkdir(parents=True)
     DataParallelTrainer(
         first_step,

@@ -29,7 +29,9 @@ from ray.train.v2.api.exceptions import ControllerError
 
 from tidegate.gang import trainer
 from tidegate.gang.host import SETTINGS
-from tidegate.gang.node_worker import NodeStatus, NodeWorker
+from tidegate.gang.node_group import Standing
+from tidegate.gang.node_worker import NodeStatus, NodeWorker, Workers
+from tidegate.gang.plan import Formation, NobodyLeadsError
 from tidegate.gang.trainer import NodeTrainer
 
 CONTROLLER_ARGUMENTS = {"train_fn_ref", "scaling_policy", "failure_policy", "train_run_context", "callbacks"}
@@ -149,6 +151,22 @@ def test_a_scaling_policy_decides_how_many_workers_each_start_has() -> None:
         assert getattr(ScalingPolicy, name) is not getattr(ours, name)
 
 
+def test_workers_that_started_early_are_taken_over_once() -> None:
+    """The first worker group stands where they do; later ones, or one whose group was lost meanwhile, ask."""
+    early = Formation(group="one", nodes=3, gpus_per_node=8)
+    now = Formation(group="two", nodes=2, gpus_per_node=4)
+    standing = Standing(early=Workers(formation=early, actors=(), told=()))
+    policy = policies()["_GrantScaling"](ScalingConfig(num_workers=1, use_gpu=True), lambda: now, standing)
+    for formation in (early, now):
+        decision = policy.make_decision_for_non_running_worker_group()
+        assert standing.formation == formation
+        assert (decision.num_workers, decision.resources_per_worker) == (
+            formation.nodes,
+            {"GPU": formation.gpus_per_node},
+        )
+        standing.early = None  # as the worker group does, whatever becomes of them
+
+
 def test_a_failure_policy_decides_whether_it_goes_on() -> None:
     """Trap 3: with Ray's own a controller's error ends the run once its limit is reached."""
     assert calling(TrainController, "make_decision")
@@ -157,7 +175,7 @@ def test_a_failure_policy_decides_whether_it_goes_on() -> None:
     assert not ours.__abstractmethods__
     failed = ours(FailureConfig()).make_decision(ControllerError(WorkerGroupStartupFailedError("a node is gone")))
     assert failed is FailureDecision.RETRY
-    nobody = ours(FailureConfig()).make_decision(ControllerError(trainer.NobodyLeadsError("gone")))
+    nobody = ours(FailureConfig()).make_decision(ControllerError(NobodyLeadsError("gone")))
     assert nobody is FailureDecision.RAISE
 
 

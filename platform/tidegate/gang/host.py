@@ -1,7 +1,7 @@
 """The process of Ray Train's controller: a detached actor, so that workers and ranks outlive the gang's coordinator.
 
-Its imports are done when it is called for, and a spare one stands by: when a controller is killed, the next one starts
-the workers at once.
+Importing Ray Train takes a second or two: the workers of a run start meanwhile, and Ray Train takes them over. A spare
+process stands by with its imports done: when a controller is killed, the next one leads at once.
 """
 
 from __future__ import annotations
@@ -12,16 +12,21 @@ import os
 import shutil
 import threading
 import time
-from concurrent.futures import Future
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
 from tidegate.arbiter.client import NAMESPACE
 from tidegate.gang.agent import AgentJob, train_fn
-from tidegate.gang.plan import Formation
+from tidegate.gang.node_worker import Workers, start_workers
+from tidegate.gang.plan import Ask, Formation, NobodyLeadsError
 from tidegate.ids import NodeId, coordinator_name
+
+if TYPE_CHECKING:
+    from tidegate.gang.trainer import NodeTrainer
 
 log = logging.getLogger(__name__)
 
@@ -45,16 +50,13 @@ class TrainHost:
     def __init__(self, coordinator: str) -> None:
         for name, value in SETTINGS.items():
             os.environ.setdefault(name, value)
-        # Here, not above: the coordinator, who starts us, comes back sooner without these imports.
-        from tidegate.gang.trainer import NodeTrainer
-
-        self._trainer = NodeTrainer
+        self._trainer = import_trainer()
         self._coordinator = coordinator
         self._ended: Future[str | None] | None = None
         threading.Thread(target=self._end_without_coordinator, name="end-without-coordinator", daemon=True).start()
 
     async def ready(self) -> NodeId:
-        """Its node, once its imports are done."""
+        """Its node, once it can lead."""
         return NodeId(ray.get_runtime_context().get_node_id())
 
     async def stand_by(self) -> None:
@@ -73,8 +75,10 @@ class TrainHost:
         try:
             shutil.rmtree(Path(job.run_dir) / RAY_TRAIN, ignore_errors=True)  # nothing of ours is in it
             name = f"{train}-{time.time_ns()}"  # a folder of its own: nothing of another controller is ever read back
-            ask = _Asking(job, train)
-            self._trainer(train_fn, {"job": job}, Path(job.run_dir) / RAY_TRAIN, name, ask).fit()
+            ask, settings = _Asking(job, train), {"job": job}
+            early = start_early(ask, train_fn, settings)
+            trainer = self._trainer.result()
+            trainer(train_fn, settings, Path(job.run_dir) / RAY_TRAIN, name, ask, early).fit()
             ended.set_result(None)
         except Exception as error:
             log.exception("Ray Train has ended badly")
@@ -95,6 +99,36 @@ class TrainHost:
         os._exit(1)
 
 
+def import_trainer() -> Future[type[NodeTrainer]]:
+    """Its class, imported in a thread."""
+
+    def imported() -> type[NodeTrainer]:
+        from tidegate.gang.trainer import NodeTrainer
+
+        return NodeTrainer
+
+    thread = ThreadPoolExecutor(1, thread_name_prefix="import-trainer")
+    try:
+        return thread.submit(imported)
+    finally:
+        thread.shutdown(wait=False)
+
+
+def start_early(ask: Ask, function: Callable[[dict[str, Any]], None], settings: dict[str, Any]) -> Workers | None:
+    """The first workers where `ask` says; None when the group is gone by then, and Ray Train has to ask again.
+
+    Raises:
+        NobodyLeadsError: from `ask`.
+    """
+    formation = ask()
+    try:
+        group = ray.util.get_placement_group(formation.group)
+    except ValueError as error:
+        log.warning("no early start: %s", error)
+        return None
+    return start_workers(group, formation, function, settings)
+
+
 class _Asking:
     """Asks the coordinator where the workers may start, until it says so."""
 
@@ -102,8 +136,6 @@ class _Asking:
         self._job, self._train = job, train
 
     def __call__(self) -> Formation:
-        from tidegate.gang.trainer import NobodyLeadsError
-
         heard_s = time.monotonic()
         while True:
             try:

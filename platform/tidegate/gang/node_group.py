@@ -7,7 +7,7 @@ imports of both, and five seconds of patience with a worker that doesn't answer.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +17,8 @@ from ray.train.v2._internal.execution.worker_group.placement_group_handle import
 from ray.train.v2._internal.execution.worker_group.state import WorkerGroupState
 from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata, Worker
 from ray.train.v2._internal.execution.worker_group.worker_group import WorkerGroup
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from tidegate.gang.node_worker import NodeWorker, Where
+from tidegate.gang.node_worker import Where, Workers, start_workers
 from tidegate.gang.plan import Formation
 
 
@@ -28,6 +27,8 @@ class Standing:
     """Where the present worker group stands: the scaling policy sets it, the worker group reads it."""
 
     formation: Formation | None = None
+    early: Workers | None = None
+    """Workers that were started there before Ray Train was: the first worker group takes them over."""
 
 
 class BorrowedGroup(DefaultPlacementGroupHandle):
@@ -56,14 +57,17 @@ def node_group(
             self._assert_inactive()
             formation = standing.formation
             assert formation is not None
+            early, standing.early = standing.early, None
             handle = _borrow(formation.group)
             if not handle.wait(self._worker_group_start_timeout_s):
+                _kill(early.actors if early is not None else ())
                 raise WorkerGroupStartupTimeoutError(num_workers=formation.nodes)
-            actors = [_start_worker(handle, bundle, formation.gpus_per_node) for bundle in range(formation.nodes)]
+            workers = early or start_workers(handle.placement_group, formation, function, settings)
+            actors = workers.actors
             try:
                 # No limit here: who never comes is missed by the coordinator (`join_deadline_s`), and it ends us.
                 places: list[Where] = ray.get([actor.where.remote() for actor in actors])
-                ray.get([actor.run.remote(function, settings) for actor in actors])
+                ray.get(list(workers.told))
             except ray.exceptions.RayActorError as error:
                 _kill(actors)
                 raise WorkerGroupStartupFailedError("a node's worker has died as it started") from error
@@ -89,19 +93,12 @@ def _borrow(name: str) -> BorrowedGroup:
         raise WorkerGroupStartupFailedError(str(error)) from error
 
 
-def _start_worker(handle: BorrowedGroup, bundle: int, gpus: int) -> Any:
-    strategy = PlacementGroupSchedulingStrategy(
-        placement_group=handle.placement_group, placement_group_bundle_index=bundle
-    )
-    return ray.remote(NodeWorker).options(num_cpus=0, num_gpus=gpus, scheduling_strategy=strategy).remote()
-
-
 def _metadata(place: Where) -> ActorMetadata:
     return ActorMetadata(
         hostname=place.hostname, node_id=place.node_id, node_ip=place.node_ip, pid=place.pid, accelerator_ids={}
     )
 
 
-def _kill(actors: list[Any]) -> None:
+def _kill(actors: Sequence[Any]) -> None:
     for actor in actors:
         ray.kill(actor)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from tidegate.errors import TidegateError
 from tidegate.ids import Generation, GpuId, NodeId
 
 
@@ -93,3 +94,15 @@ class Formation:
     group: str
     nodes: int
     gpus_per_node: int
+
+
+Ask = Callable[[], Formation]
+"""Blocks until the gang's current grant has a group that is ready.
+
+Raises:
+    NobodyLeadsError: there is no coordinator to ask.
+"""
+
+
+class NobodyLeadsError(TidegateError):
+    """The gang's coordinator is gone, or the gang has ended: Ray Train must not start again."""

@@ -24,23 +24,12 @@ from ray.train.v2._internal.execution.failure_handling import FailureDecision, F
 from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision, ScalingPolicy
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-from tidegate.errors import TidegateError
 from tidegate.gang.node_group import Standing, node_group
-from tidegate.gang.plan import Formation
+from tidegate.gang.node_worker import Workers
+from tidegate.gang.plan import Ask, NobodyLeadsError
 
 STARTS_APART_S = 1.0
 """At least so long between two starts of the workers: one that fails at once must not spin."""
-
-Ask = Callable[[], Formation]
-"""Blocks until the gang's current grant has a group that is ready.
-
-Raises:
-    NobodyLeadsError: there is no coordinator to ask.
-"""
-
-
-class NobodyLeadsError(TidegateError):
-    """The gang's coordinator is gone, or the gang has ended: Ray Train must not start again."""
 
 
 class _GrantScaling(ScalingPolicy):
@@ -52,7 +41,8 @@ class _GrantScaling(ScalingPolicy):
 
     def make_decision_for_non_running_worker_group(self) -> ResizeDecision:
         time.sleep(max(0.0, self._started_s + STARTS_APART_S - time.monotonic()))
-        self._standing.formation = formation = self._ask()
+        early = self._standing.early
+        self._standing.formation = formation = self._ask() if early is None else early.formation
         self._started_s = time.monotonic()
         return ResizeDecision(num_workers=formation.nodes, resources_per_worker={"GPU": formation.gpus_per_node})
 
@@ -82,9 +72,19 @@ class NodeTrainer(DataParallelTrainer):
     """`fit()` blocks until the gang has ended; Ray Train's controller runs in this process, in the calling thread."""
 
     def __init__(
-        self, train_fn: Callable[[dict[str, Any]], None], settings: dict[str, Any], storage: Path, name: str, ask: Ask
+        self,
+        train_fn: Callable[[dict[str, Any]], None],
+        settings: dict[str, Any],
+        storage: Path,
+        name: str,
+        ask: Ask,
+        early: Workers | None = None,
     ) -> None:
-        self._ask = ask
+        """
+        Args:
+            early: workers that run `train_fn(settings)` already.
+        """
+        self._ask, self._early = ask, early
         super().__init__(
             train_fn,
             train_loop_config=settings,
@@ -98,7 +98,7 @@ class NodeTrainer(DataParallelTrainer):
         )
 
     def _initialize_and_run_controller(self, **arguments: Any) -> Any:
-        standing = Standing()
+        standing = Standing(early=self._early)
         arguments["scaling_policy"] = _GrantScaling(self.scaling_config, self._ask, standing)
         arguments["failure_policy"] = _KeepGoing(self.run_config.failure_config)
         # The cleaner among them would remove the arbiter's placement group when the controller dies; the others serve
