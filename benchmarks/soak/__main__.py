@@ -50,7 +50,7 @@ NODES = ("node-a", "node-b", "node-c", "node-d")
 RANKS = 6
 MIN_RANKS = 4
 FAULTS_PER_MINUTE = 1.4
-PACE_S = 0.25
+PACE_S = 0.4
 """Seconds that a step takes beside everything else on two cores: only the length of the soak depends on it."""
 HEAL_DEADLINE_S = 300.0
 TOLERANCE = 0.02

@@ -113,9 +113,9 @@ class Hands:
         def replace() -> None:
             self.stage.cluster.start_node(index)
             self.outages.append(Outage(gpus=GPUS_PER_NODE, begin_s=at_s, end_s=time.time()))
-            # What whoever brings a machine does: its health agent and its pool of replicas.
-            self.stage.command("tidegate", "up", "--policy", str(self.stage.folder / "policy.yaml"))
-            self.stage.command("serve", "deploy", str(self.stage.folder / "images.yaml"))
+            # What whoever brings a machine does: its health agent comes by itself, its pool of replicas by this.
+            policy, app = (str(self.stage.folder / name) for name in ("policy.yaml", "images.yaml"))
+            self.stage.command("tidegate", "up", "--policy", policy, "--app", app, "--redeploy")
 
         return Inflicted(
             what=f"SIGKILL to all of {name}",
