@@ -111,10 +111,9 @@ class FileJournal:
         self._lines = 0
 
         def moves() -> Iterator[Move]:
-            for line in read_lines(self.path, begin_bytes):
+            for _, move in read_moves(self.path, begin_bytes):
                 self._lines += 1
-                if "move" in line:
-                    yield _MOVE.validate_python(line["move"])
+                yield move
 
         return replay(moves(), book)
 
@@ -214,8 +213,8 @@ def is_about(name: str, subject: str) -> bool:
     return name.startswith(subject) or (pool != name and (pool.startswith(subject) or subject.startswith(pool)))
 
 
-def read_moves(path: Path) -> Iterator[tuple[float, Move]]:
-    """The moves of a journal, each with its time."""
-    for line in read_lines(path):
+def read_moves(path: Path, begin_bytes: int = 0) -> Iterator[tuple[float, Move]]:
+    """The moves of a journal from a line's first byte on, each with its time."""
+    for line in read_lines(path, begin_bytes):
         if "move" in line:
             yield line["at_s"], _MOVE.validate_python(line["move"])

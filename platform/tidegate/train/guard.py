@@ -48,7 +48,7 @@ def judge(guarded: Guarded, spec: GuardSpec, loss: float, *, finite: bool) -> tu
     if not finite:
         in_row = guarded.not_finite_in_row + 1
         if in_row <= spec.not_finite_max:
-            return replace(guarded, not_finite_in_row=in_row), Ruling(do=Do.SKIP, reason="not finite")
+            return replace(guarded, not_finite_in_row=in_row), Ruling(do=Do.SKIP)
         return _back(guarded, spec, f"{in_row} steps in a row were not finite")
     full = len(guarded.recent) >= spec.spike_window_steps
     if full and spec.spike_factor is not None:
