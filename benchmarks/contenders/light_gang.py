@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from pathlib import Path
 
 import ray
@@ -16,11 +17,12 @@ from tidegate.gang.plan import Formation
 @ray.remote(num_cpus=0)
 class Host:
     """Where our trainer's controller runs, as in `tidegate.gang.host`: its process starts while GPUs are awaited, and
-    its workers start while Ray Train is imported."""
+    its workers start before Ray Train is imported."""
 
     def __init__(self) -> None:
         os.environ.update(SETTINGS)
-        self._trainer = import_trainer()
+        self._workers_run = threading.Event()
+        self._trainer = import_trainer(self._workers_run)
 
     async def lead(self, folder: Path, workers: int, group: str) -> float:
         """Start the gang in a placement group of one GPU a node; returns when its last worker had stepped."""
@@ -31,7 +33,7 @@ class Host:
         folder.mkdir(parents=True)
         formation = Formation(group=group, nodes=workers, gpus_per_node=1)
         settings = {"folder": str(folder)}
-        early = start_early(lambda: formation, first_step, settings)
+        early = start_early(lambda: formation, first_step, settings, self._workers_run)
         self._trainer.result()(first_step, settings, folder / "ray_train", "gang", lambda: formation, early).fit()
         return stepped_at_s(folder, workers)
 

@@ -1,7 +1,8 @@
 """The process of Ray Train's controller: a detached actor, so that workers and ranks outlive the gang's coordinator.
 
-Importing Ray Train takes a second or two: the workers of a run start meanwhile, and Ray Train takes them over. A spare
-process stands by with its imports done: when a controller is killed, the next one leads at once.
+Importing Ray Train takes a second or two. The workers of a run don't wait for that: they start before, and Ray Train
+takes them over. A spare process stands by with its imports done: when a controller is killed, the next one leads at
+once.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.5
 """How often Ray Train looks at its workers (its default, 2 s, is most of a node restart's notice)."""
+IMPORT_BY_S = 3.0
+"""Where GPUs come sooner than this, Ray Train is imported once the workers run: it would take processor time from their
+start, which the gang's first step waits for. Where they come later, it is imported while they are awaited."""
 LOOK_EVERY_S = 20.0
 ASK_WAIT_S = 5.0
 ASK_AGAIN_S = 0.2
@@ -50,7 +54,8 @@ class TrainHost:
     def __init__(self, coordinator: str) -> None:
         for name, value in SETTINGS.items():
             os.environ.setdefault(name, value)
-        self._trainer = import_trainer()
+        self._workers_run = threading.Event()
+        self._trainer = import_trainer(self._workers_run)
         self._coordinator = coordinator
         self._ended: Future[str | None] | None = None
         threading.Thread(target=self._end_without_coordinator, name="end-without-coordinator", daemon=True).start()
@@ -76,7 +81,7 @@ class TrainHost:
             shutil.rmtree(Path(job.run_dir) / RAY_TRAIN, ignore_errors=True)  # nothing of ours is in it
             name = f"{train}-{time.time_ns()}"  # a folder of its own: nothing of another controller is ever read back
             ask, settings = _Asking(job, train), {"job": job}
-            early = start_early(ask, train_fn, settings)
+            early = start_early(ask, train_fn, settings, self._workers_run)
             trainer = self._trainer.result()
             trainer(train_fn, settings, Path(job.run_dir) / RAY_TRAIN, name, ask, early).fit()
             ended.set_result(None)
@@ -99,10 +104,11 @@ class TrainHost:
         os._exit(1)
 
 
-def import_trainer() -> Future[type[NodeTrainer]]:
-    """Its class, imported in a thread."""
+def import_trainer(workers_run: threading.Event) -> Future[type[NodeTrainer]]:
+    """Its class, imported in a thread once the workers run, and after `IMPORT_BY_S` even if they don't."""
 
     def imported() -> type[NodeTrainer]:
+        workers_run.wait(IMPORT_BY_S)
         from tidegate.gang.trainer import NodeTrainer
 
         return NodeTrainer
@@ -114,8 +120,11 @@ def import_trainer() -> Future[type[NodeTrainer]]:
         thread.shutdown(wait=False)
 
 
-def start_early(ask: Ask, function: Callable[[dict[str, Any]], None], settings: dict[str, Any]) -> Workers | None:
-    """The first workers where `ask` says; None when the group is gone by then, and Ray Train has to ask again.
+def start_early(
+    ask: Ask, function: Callable[[dict[str, Any]], None], settings: dict[str, Any], workers_run: threading.Event
+) -> Workers | None:
+    """Start the first workers where `ask` says, and set `workers_run` when they run, or after `IMPORT_BY_S`. None when
+    the group is gone by then, and Ray Train has to ask again.
 
     Raises:
         NobodyLeadsError: from `ask`.
@@ -125,8 +134,12 @@ def start_early(ask: Ask, function: Callable[[dict[str, Any]], None], settings: 
         group = ray.util.get_placement_group(formation.group)
     except ValueError as error:
         log.warning("no early start: %s", error)
+        workers_run.set()
         return None
-    return start_workers(group, formation, function, settings)
+    workers = start_workers(group, formation, function, settings)
+    ray.wait(list(workers.told), num_returns=len(workers.told), timeout=IMPORT_BY_S)
+    workers_run.set()
+    return workers
 
 
 class _Asking:
