@@ -42,7 +42,7 @@ from tidegate.cli.demo.looking import Look, claim_state, gang_step, running, wai
 from tidegate.cli.demo.stage import GPUS_PER_NODE, MODEL, Stage, set_up
 from tidegate.json_lines import read_lines
 from tidegate.ports import free_port
-from tidegate.serve.ledger import read_rows, read_totals
+from tidegate.serve.ledger import FLUSH_S, read_rows, read_totals
 from tidegate.telemetry.goodput import SPANS, fractions, gpu_seconds, read_spans, refine, stalled_s
 
 ROOT = Path(__file__).parents[2]
@@ -53,6 +53,7 @@ FAULTS_PER_MINUTE = 1.4
 PACE_S = 0.4
 """Seconds that a step takes beside everything else on two cores: only the length of the soak depends on it."""
 HEAL_DEADLINE_S = 300.0
+LEDGERS_DEADLINE_S = 20.0
 TOLERANCE = 0.02
 GPU_SECONDS_SLACK = 0.02
 POLICY = {
@@ -121,7 +122,18 @@ class Soak:
         finally:
             self.client.stop()
             self.ended_at_s = time.time()
+            self.await_ledgers()
             ray.shutdown()
+
+    def await_ledgers(self) -> None:
+        """Until they are written: a gateway does so some time after its answer, and the stage ends it by SIGKILL. What
+        is not there by then is for the verdict to find."""
+        deadline = time.monotonic() + LEDGERS_DEADLINE_S
+        while time.monotonic() < deadline:
+            totals = read_totals(self.stage.state_dir / "ledger")
+            if totals["sent"] == self.client.sent and not totals["open"]:
+                return
+            time.sleep(FLUSH_S)
 
     def await_turn(self, fault: faults.Fault, training_s: float) -> None:
         """Until the fault's share of the minutes or of the steps has passed, and the one before is over in all."""
