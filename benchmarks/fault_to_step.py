@@ -9,7 +9,8 @@ every contender starts one run, which the faults strike one after the other, eac
 * Ray Train, `tuned`: it looks at its workers every 0.5 s, and a collective gives up after `PEERS_TIMEOUT_S` (a start
   needs that long). At its `default` only for `rank_kill`: a hang costs it ten minutes there. Workers that preload torch
   (`RAY_preload_python_modules`) made it slower here. Without its controller its run fails;
-* torchrun `--max-restarts`, on one host, with the same timeout;
+* torchrun `--max-restarts`, on one host, with the same timeout, started anew for each fault. Sometimes its ranks keep
+  missing each other at their rendezvous: where it isn't back in three minutes, it counts as three minutes;
 * the floor: the same ranks forked from a warm forkserver, without a cluster: fork, rendezvous, restore, one step.
 
 `loss_mismatches` counts our steps, those done again too, whose loss differs from an undisturbed run's; `steps_lost` is
@@ -107,11 +108,16 @@ def play(found: Found, inputs: turns.Inputs, cluster: LocalCluster, here: Path, 
         struck("floor", "rank_kill", turns.warm_fork(inputs, run_dir, FLOOR_GENERATION, cluster.client_environment()))
         with turns.ray_train(inputs, here / "default", cluster, {}) as run:
             struck("default", "rank_kill", run.strike("rank_kill", victim))
-    for_torchrun = [fault for fault in faults if fault.startswith("rank_")]
-    if for_torchrun:
-        with turns.torchrun(inputs, here / "torchrun", cluster.client_environment(), undisturbed=False) as run:
-            for fault in for_torchrun:
-                struck("torchrun", fault, run.strike(fault, victim))
+    for fault in (fault for fault in faults if fault.startswith("rank_")):
+        # A run for each: one that is not back from a fault can't be struck by the next.
+        run_dir = here / f"torchrun {fault}"
+        with turns.torchrun(inputs, run_dir, cluster.client_environment(), undisturbed=False) as run:
+            try:
+                took_s = run.strike(fault, victim)
+            except turns.NotBackError as error:
+                print(f"{run_dir.name} is not back: {error}")
+                took_s = turns.DEADLINE_S
+            struck("torchrun", fault, took_s)
 
 
 def count_mismatches(inputs: turns.Inputs, here: Path, runs: list[Path], environment: Mapping[str, str]) -> int:

@@ -51,6 +51,10 @@ class TurnError(TidegateError):
     """A contender did not get where it should; the text ends with its log."""
 
 
+class NotBackError(TurnError):
+    """No step was done again in time after a fault."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
     """The same for every contender, but for the time after which a collective without its peers gives up."""
@@ -73,7 +77,11 @@ class Run:
     """Process of Ray Train's controller."""
 
     def strike(self, fault: str, victim: int) -> float:
-        """Let a fault strike after the present generation's next checkpoint; seconds until a step is done again."""
+        """Let a fault strike after the present generation's next checkpoint; seconds until a step is done again.
+
+        Raises:
+            NotBackError: none is within `DEADLINE_S`, or the run has ended.
+        """
         generation = self._ready()
         hit = {
             "rank_kill": lambda: os.kill(self.where(generation, victim)[0], signal.SIGKILL),
@@ -124,7 +132,10 @@ class Run:
             unshaken = lines and lines[-1]["at_s"] > struck_at_s + UNSHAKEN_S
             return float(lines[0]["at_s"]) if unshaken else None
 
-        _wait(found, f"a step after generation {generation}", self.run_dir, self.process)
+        try:
+            _wait(found, f"a step after generation {generation}", self.run_dir, self.process)
+        except TurnError as error:
+            raise NotBackError(str(error)) from None
         at_s = found()
         assert at_s is not None
         return at_s
