@@ -12,9 +12,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -62,7 +63,7 @@ def joined(timeout_s: float) -> Iterator[World]:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    store = None if "MASTER_ADDR" in os.environ else HashStore()
+    store = _meeting_place(rank, size, timedelta(seconds=timeout_s))
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo",
         store=store,
@@ -76,6 +77,16 @@ def joined(timeout_s: float) -> Iterator[World]:
         yield World(rank=rank, size=size, device=device, mesh=mesh, saving=saving)
     finally:
         dist.destroy_process_group()
+
+
+def _meeting_place(rank: int, size: int, timeout: timedelta) -> Store:
+    if "MASTER_ADDR" not in os.environ:
+        return HashStore()
+    store, _, _ = next(rendezvous("env://", rank, size, timeout=timeout))
+    # torchrun of torch 2.13 gives a restart the store of the attempt before, where gloo would find the dead ranks'
+    # addresses and wait for them.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"attempt-{attempt}", store)
 
 
 def split(network: nn.Module, world: World) -> list[Shard]:
