@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from folders import write_checkpoint
 
 from tidegate.checkpoint.manifest import MANIFEST
-from tidegate.checkpoint.tiers import Candidate, Disk
+from tidegate.checkpoint.tiers import PAGE, Candidate, Disk
 from tidegate.errors import CheckpointError
 
 
@@ -31,15 +32,14 @@ def test_a_shard_is_read_from_any_offset_and_its_early_end_is_said(tmp_path: Pat
     folder = write_checkpoint(tmp_path, 20)
     disk, candidate = Disk(tmp_path), Candidate(20, 0)
     file = disk.manifest(candidate).files[1]
-    out = bytearray(50)
+    scratch = memoryview(mmap.mmap(-1, PAGE))
     before = len(os.listdir("/proc/self/fd"))
     with disk.source(candidate) as source:
-        source.read_into(file.name, 7, memoryview(out))
-        assert out == (folder / file.name).read_bytes()[7:57]
+        assert source.view(file.name, 7, 50, scratch) == (folder / file.name).read_bytes()[7:57]
         with pytest.raises(CheckpointError, match=rf"{file.name}: ends at {file.bytes}, 40 bytes early"):
-            source.read_into(file.name, file.bytes - 10, memoryview(out))
+            source.view(file.name, file.bytes - 10, 50, scratch)
         with pytest.raises(CheckpointError, match="other: No such file"):
-            source.read_into("other", 0, memoryview(out))
+            source.view("other", 0, 50, scratch)
     assert len(os.listdir("/proc/self/fd")) == before
 
 

@@ -6,7 +6,9 @@ a tier answers three questions, and nothing else of it is known here.
 
 from __future__ import annotations
 
+import errno
 import os
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +16,12 @@ from typing import Protocol, Self
 
 from tidegate.checkpoint.manifest import MANIFEST, Manifest, folder_name, parse_manifest, parse_name
 from tidegate.errors import CheckpointError
+
+PAGE = 4096
+"""Direct I/O moves whole ones, between page-aligned memory and page-aligned places in files."""
+
+DIRECT_FROM_BYTES = 8 << 20
+"""Smaller files are in the page cache, or soon read."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -29,10 +37,17 @@ class Candidate:
 
 
 class Source(Protocol):
-    """The files of one checkpoint, open for reading. May be read by several threads at once."""
+    """The files of one checkpoint, open for reading. Several threads read from it at once."""
 
-    def read_into(self, file: str, offset: int, out: memoryview) -> None:
-        """Fill `out` with the bytes of `file` from `offset` on.
+    @property
+    def streams(self) -> int:
+        """So many threads at once make reading fastest."""
+        ...
+
+    def view(self, file: str, offset: int, count: int, scratch: memoryview) -> memoryview:
+        """`count` bytes of `file` from `offset` on: either memory that holds them already, or `scratch`, filled.
+
+        `scratch` begins on a page and has room for `count` rounded up to whole pages (`PAGE`).
 
         Raises:
             CheckpointError: the file is gone, ends before that, or cannot be read; says which and why.
@@ -127,28 +142,38 @@ def check_owner(manifest: Manifest, candidate: Candidate) -> None:
 
 
 class FolderSource:
-    """Files of a folder."""
+    """Files of a folder, read past the page cache where they are large and the file system takes that."""
+
+    streams = 4
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._open: dict[str, int] = {}
+        self._lock = threading.Lock()
 
-    def read_into(self, file: str, offset: int, out: memoryview) -> None:
+    def view(self, file: str, offset: int, count: int, scratch: memoryview) -> memoryview:
+        out = scratch[: -(-count // PAGE) * PAGE]
+        done = 0
         try:
-            handle = self._open.get(file)
-            if handle is None:
-                # Two threads may both open it; the one that comes second closes its own again.
-                mine = os.open(self._folder / file, os.O_RDONLY | os.O_CLOEXEC)
-                handle = self._open.setdefault(file, mine)
-                if handle != mine:
-                    os.close(mine)
-            while out:
-                count = os.preadv(handle, [out], offset)
-                if not count:
-                    raise CheckpointError(f"{file}: ends at {offset}, {len(out)} bytes early")
-                out, offset = out[count:], offset + count
+            handle = self._handle(file)
+            while done < count:
+                got = os.preadv(handle, [out[done:]], offset + done)
+                if not got:
+                    raise CheckpointError(f"{file}: ends at {offset + done}, {count - done} bytes early")
+                done += got
         except OSError as error:
             raise CheckpointError(f"{file}: {error.strerror}") from None
+        return scratch[:count]
+
+    def _handle(self, file: str) -> int:
+        with self._lock:
+            if file not in self._open:
+                path = self._folder / file
+                large = path.stat().st_size >= DIRECT_FROM_BYTES
+                self._open[file] = (
+                    open_direct(path, os.O_RDONLY) if large else os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                )
+            return self._open[file]
 
     def __enter__(self) -> Self:
         return self
@@ -156,3 +181,17 @@ class FolderSource:
     def __exit__(self, *raised: object) -> None:
         while self._open:
             os.close(self._open.popitem()[1])
+
+
+def open_direct(path: Path, flags: int) -> int:
+    """Open for direct I/O; plainly where the file system takes none.
+
+    Raises:
+        OSError: it cannot be opened at all.
+    """
+    try:
+        return os.open(path, flags | os.O_CLOEXEC | os.O_DIRECT, 0o644)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return os.open(path, flags | os.O_CLOEXEC, 0o644)
