@@ -14,8 +14,9 @@ from torch import Tensor
 
 from captioned import captioned_images, tiny_run
 from tidegate.checkpoint.disk import Saver
-from tidegate.checkpoint.restore import Checkpoint, full_model_weights, newest_good, newest_good_for_all, verified
-from tidegate.checkpoint.shards import Part
+from tidegate.checkpoint.layout import Part
+from tidegate.checkpoint.restore import Checkpoint, full_model_weights, newest_good, restore, verified
+from tidegate.checkpoint.tiers import Candidate, Disk
 from tidegate.data.loader import Batch, Dataset
 from tidegate.data.order import order
 from tidegate.data.prepare import prepare
@@ -176,15 +177,26 @@ def test_a_loss_that_is_not_finite_on_one_rank_is_skipped_by_all(unbroken: Path,
     assert (newest.manifest.step, newest.manifest.updates) == (12, 11)
 
 
+class Blind(Disk):
+    """Lists no checkpoint, though it can read them: a network file system that is behind."""
+
+    def candidates(self) -> tuple[Candidate, ...]:
+        return ()
+
+
 def disagreeing(rank: int, good: Path, empty: Path, blocked: Path) -> None:
-    """Rank 1 sees no checkpoint and has no place to save to."""
+    """Rank 1 sees no checkpoint, then cannot read them either, and has no place to save to."""
     with joined(30) as world:
-        found = newest_good_for_all(empty if rank else good, world.saving)
-        assert found.checkpoint is not None
-        assert found.checkpoint.manifest.step == 12
+        restored = restore([Blind(good) if rank else Disk(good)], [], world.saving)
+        assert restored.manifest is not None
+        assert restored.manifest.step == 12
+        nothing = restore([Disk(empty if rank else good)], [], world.saving)
+        assert nothing.manifest is None
+        assert [skipped.name for skipped in nothing.skipped] == ["step-00000012.g0", "step-00000009.g0"]
+        assert "No such file" in nothing.skipped[0].why
         part = Part("model.a", torch.ones(2), (4,), (2 * rank,))
         saver = Saver(blocked if rank else empty, [part], group=world.saving, generation=5, keep=1)
-        saver.start(found.checkpoint.manifest.model_copy(update={"step": 20, "files": ()}))
+        saver.start(restored.manifest.model_copy(update={"step": 20, "files": ()}))
         outcome = saver.finish()
         saver.close()
         assert outcome is not None

@@ -15,10 +15,8 @@ from pathlib import Path
 from typing import Protocol, Self
 
 from tidegate.checkpoint.manifest import MANIFEST, Manifest, folder_name, parse_manifest, parse_name
+from tidegate.checkpoint.sums import PAGE
 from tidegate.errors import CheckpointError
-
-PAGE = 4096
-"""Direct I/O moves whole ones, between page-aligned memory and page-aligned places in files."""
 
 DIRECT_FROM_BYTES = 8 << 20
 """Smaller files are in the page cache, or soon read."""
@@ -45,7 +43,7 @@ class Source(Protocol):
         ...
 
     def view(self, file: str, offset: int, count: int, scratch: memoryview) -> memoryview:
-        """`count` bytes of `file` from `offset` on: either memory that holds them already, or `scratch`, filled.
+        """`count` bytes of `file` from `offset`, a page's beginning, on: memory that holds them, or `scratch`, filled.
 
         `scratch` begins on a page and has room for `count` rounded up to whole pages (`PAGE`).
 
