@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
 from pathlib import Path
 from typing import ClassVar
@@ -16,6 +17,7 @@ from captioned import captioned_images, tiny_run
 from tidegate.checkpoint.disk import Saver
 from tidegate.checkpoint.layout import Part
 from tidegate.checkpoint.restore import Checkpoint, full_model_weights, newest_good, restore, verified
+from tidegate.checkpoint.slots import folder_of
 from tidegate.checkpoint.tiers import Candidate, Disk
 from tidegate.data.loader import Batch, Dataset
 from tidegate.data.order import order
@@ -80,6 +82,27 @@ def test_killed_and_resumed_is_bit_identical(unbroken: Path, data: Path, tmp_pat
     assert [line["step"] for line in lines(tmp_path, "metrics.jsonl") if line["generation"] == 1] == list(range(4, 13))
     assert losses(tmp_path) == losses(unbroken)
     assert export_id(tmp_path / "export") == export_id(unbroken / "export")
+
+
+def test_a_dead_rank_costs_no_more_than_the_steps_since_the_last_copy_in_memory(
+    unbroken: Path, data: Path, tmp_path: Path
+) -> None:
+    """C087: a copy every second step, a checkpoint on disk every sixth; rank 1 is gone after step 9. Generation 1
+    goes on from step 8, out of memory, with two ranks; generation 2 with three, from step 10; the end is the same."""
+    config = tiny_run(checkpoint={"every_steps": 6, "ram_every_steps": 2, "keep": 2})
+    node = folder_of("tiny", tmp_path, os.environ)
+    assert group(2, train, config, data, tmp_path, 0, {1: {"dies_at_step": 9}})[1] == 9
+    assert node.is_dir()
+    assert group(2, train, config, data, tmp_path, 1, {0: {"dies_at_step": 11}})[0] == 9
+    assert group(3, train, config, data, tmp_path, 2, {}) == [0, 0, 0]
+    restored = [line for line in lines(tmp_path, "events.jsonl") if line["kind"] == "restored"]
+    assert [(line["step"], line["tier"]) for line in restored] == [(8, "memory"), (10, "memory")]
+    made = [line["step"] for line in lines(tmp_path, "metrics.jsonl") if line["generation"] == 1]
+    assert made[:2] == [9, 10]
+    whole = {step: loss for step, loss in losses(unbroken).items() if step <= 10}
+    assert {step: loss for step, loss in losses(tmp_path).items() if step <= 10} == whole
+    assert losses(tmp_path) == pytest.approx(losses(unbroken), rel=1e-4)
+    assert not node.exists(), "a run that has ended leaves nothing in memory"
 
 
 def test_three_ranks_stop_together_and_other_numbers_go_on(unbroken: Path, data: Path, tmp_path: Path) -> None:

@@ -89,6 +89,11 @@ class Saver:
         self._sealing: Future[ShardSeen] | None = None
         self._flight: Future[Outcome] | None = None
 
+    @property
+    def writer_pid(self) -> int | None:
+        """The process that writes; None before the first save."""
+        return self._writer.pid if self._writer is not None else None
+
     def start(self, about: Manifest, *, to_disk: bool = True) -> Outcome | None:
         """Copy the parts and begin to save them as `about`, whose list of files is filled in. Where it is to go to disk
         and the save before is in flight still, this waits for that and returns how it ended; or, if late saves are

@@ -45,7 +45,7 @@ class Keeping:
         where one of them has no room, none keeps any."""
         ring, problem = None, None
         if self._folder is not None:
-            ring, problem = self._ring(parts, restored, group)
+            ring, problem = self.ring(parts, restored, group)
         saver = Saver(
             self.checkpoints,
             parts,
@@ -58,9 +58,10 @@ class Keeping:
         )
         return saver, problem
 
-    def _ring(
+    def ring(
         self, parts: Sequence[Part], restored: Restored, group: dist.ProcessGroup
     ) -> tuple[Ring | None, str | None]:
+        """Copies in turn, or why not; the same on all ranks."""
         assert self._folder is not None
         if self._local_rank == 0:
             remove_leftovers(SHARED_MEMORY, time.time(), spare=self._folder.path)

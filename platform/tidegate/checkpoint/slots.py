@@ -12,6 +12,7 @@ mean that one which is being changed never takes the place of the last good one.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import mmap
@@ -129,7 +130,7 @@ class Slot:
         """At `path` in shared memory, whatever stands there; without one in memory that ends with the process.
 
         Raises:
-            OSError: there is no room for it.
+            OSError: there is no room for it, or a rank of an older generation isn't dead yet.
         """
         self.path = path
         self.layout = laid_out(parts)
@@ -146,8 +147,13 @@ class Slot:
         if self.path is None:
             handle = os.memfd_create("tidegate-save")
         else:
-            self._seal_path.unlink(missing_ok=True)
             handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(handle)
+                raise OSError(errno.EBUSY, f"{self.path}: another rank lives from it") from None
+            self._seal_path.unlink(missing_ok=True)
         os.ftruncate(handle, layout.padded_bytes)
         # Without it a full file system would end us by a signal at the first touch.
         os.posix_fallocate(handle, 0, layout.padded_bytes)
