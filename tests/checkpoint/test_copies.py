@@ -16,12 +16,12 @@ import torch.distributed as dist
 from folders import about, parts_of, tensors
 
 from tidegate.checkpoint.disk import Saver
+from tidegate.checkpoint.folders import LEFT_AFTER_S, SlotFolder, remove_leftovers, room_problem
 from tidegate.checkpoint.keeping import Keeping
 from tidegate.checkpoint.layout import Part
 from tidegate.checkpoint.memory import LocalShelf, Memory
 from tidegate.checkpoint.restore import Restored, restore
 from tidegate.checkpoint.ring import shared_ring
-from tidegate.checkpoint.slots import LEFT_AFTER_S, SlotFolder, remove_leftovers, room_problem
 from tidegate.checkpoint.tiers import Candidate, Disk
 from tidegate.train.parallel import joined
 from waiting import wait_until

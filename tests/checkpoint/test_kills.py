@@ -20,12 +20,12 @@ import torch.distributed as dist
 from folders import about, parts_of, tensors
 
 from tidegate.checkpoint.disk import Saver
+from tidegate.checkpoint.folders import SlotFolder
 from tidegate.checkpoint.layout import Part
 from tidegate.checkpoint.manifest import MANIFEST
 from tidegate.checkpoint.memory import LocalShelf, Memory
 from tidegate.checkpoint.restore import newest_good, restore
 from tidegate.checkpoint.ring import shared_ring
-from tidegate.checkpoint.slots import SlotFolder
 from tidegate.checkpoint.tiers import Candidate, Disk, Tier
 from tidegate.train.parallel import joined
 

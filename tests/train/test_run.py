@@ -15,9 +15,9 @@ from torch import Tensor
 
 from captioned import captioned_images, tiny_run
 from tidegate.checkpoint.disk import Saver
+from tidegate.checkpoint.folders import folder_of
 from tidegate.checkpoint.layout import Part
 from tidegate.checkpoint.restore import Checkpoint, full_model_weights, newest_good, restore, verified
-from tidegate.checkpoint.slots import folder_of
 from tidegate.checkpoint.tiers import Candidate, Disk
 from tidegate.data.loader import Batch, Dataset
 from tidegate.data.order import order

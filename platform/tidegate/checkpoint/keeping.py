@@ -9,11 +9,12 @@ from pathlib import Path
 import torch.distributed as dist
 
 from tidegate.checkpoint.disk import Saver, WhenLate
+from tidegate.checkpoint.folders import SHARED_MEMORY, SHELF_SECRET, SHELVES, SlotFolder, folder_of, remove_leftovers
 from tidegate.checkpoint.layout import Part
 from tidegate.checkpoint.memory import LocalShelf, Memory
 from tidegate.checkpoint.restore import Restored
 from tidegate.checkpoint.ring import Ring, shared_ring
-from tidegate.checkpoint.slots import SHARED_MEMORY, SlotFolder, folder_of, remove_leftovers
+from tidegate.checkpoint.shelf import RemoteShelf
 from tidegate.checkpoint.tiers import Disk, Tier
 
 
@@ -25,11 +26,16 @@ class Keeping:
         self.checkpoints = run_dir / "checkpoints"
         self._local_rank = int(environment.get("LOCAL_RANK", "0"))
         self._folder = SlotFolder(folder_of(run, run_dir, environment)) if in_memory else None
+        places = [place.rpartition(":") for place in environment.get(SHELVES, "").split()]
+        secret = environment.get(SHELF_SECRET, "").encode()
+        self._others = [RemoteShelf(address, int(port), secret) for address, _, port in places]
 
     def tiers(self) -> tuple[Tier, ...]:
         """The nearest first."""
         disk = Disk(self.checkpoints)
-        return (disk,) if self._folder is None else (Memory([LocalShelf(self._folder.path)]), disk)
+        if self._folder is None:
+            return (disk,)
+        return (Memory([LocalShelf(self._folder.path), *self._others]), disk)
 
     def saver(
         self,

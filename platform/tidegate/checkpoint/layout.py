@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 
 from tidegate.checkpoint.manifest import ShardSeen
-from tidegate.checkpoint.sums import HEX_DIGITS, PAGE, block_bytes_for, sum_of
+from tidegate.checkpoint.sums import BLOCK_BYTES, HEX_DIGITS, LENGTH_BYTES, PAGE, SUMS, block_bytes_for, sum_of
 from tidegate.errors import CheckpointError
 
-_LENGTH_BYTES = 8
-_OFFSETS, _BLOCK_BYTES, _SUMS = "DCP_SHARDING_INFO", "TIDEGATE_BLOCK_BYTES", "TIDEGATE_SUMS"
+_OFFSETS = "DCP_SHARDING_INFO"
 
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
@@ -101,13 +100,13 @@ def laid_out(parts: Sequence[Part]) -> Layout:
         "format": "pt",
         "DCP_VERSION": "1.0",
         _OFFSETS: json.dumps({part.name: {"saved_offsets": list(part.offsets)} for part in ordered}),
-        _BLOCK_BYTES: str(block),
-        _SUMS: "0" * (-(-end // block) * HEX_DIGITS),
+        BLOCK_BYTES: str(block),
+        SUMS: "0" * (-(-end // block) * HEX_DIGITS),
     }
     text = json.dumps({"__metadata__": metadata, **tensors}, separators=(",", ":")).encode()
-    padded = text.ljust(-(-(_LENGTH_BYTES + len(text)) // PAGE) * PAGE - _LENGTH_BYTES)
-    template = len(padded).to_bytes(_LENGTH_BYTES, "little") + padded
-    mark = f'"{_SUMS}":"'.encode()
+    padded = text.ljust(-(-(LENGTH_BYTES + len(text)) // PAGE) * PAGE - LENGTH_BYTES)
+    template = len(padded).to_bytes(LENGTH_BYTES, "little") + padded
+    mark = f'"{SUMS}":"'.encode()
     return Layout(template, template.index(mark) + len(mark), block, end, begins)
 
 
@@ -154,7 +153,7 @@ def parse_header(file: ShardSeen, data: memoryview) -> Header:
     """
     if sum_of(data) != file.xxh3_128:
         raise CheckpointError(f"{file.name}: header differs from the manifest's hash")
-    raw = json.loads(bytes(data[_LENGTH_BYTES:]))
+    raw = json.loads(bytes(data[LENGTH_BYTES:]))
     metadata = raw.pop("__metadata__")
     offsets = json.loads(metadata[_OFFSETS])
     tensors = {
@@ -166,4 +165,4 @@ def parse_header(file: ShardSeen, data: memoryview) -> Header:
         )
         for name, entry in raw.items()
     }
-    return Header(file, tensors, int(metadata[_BLOCK_BYTES]), metadata[_SUMS])
+    return Header(file, tensors, int(metadata[BLOCK_BYTES]), metadata[SUMS])

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, Self
 
+from tidegate.checkpoint.folders import HELD, SlotFolder
 from tidegate.checkpoint.manifest import Manifest, ShardSeen
-from tidegate.checkpoint.slots import HELD, SlotFolder
 from tidegate.checkpoint.tiers import Candidate
 from tidegate.errors import CheckpointError
 

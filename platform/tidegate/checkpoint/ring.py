@@ -6,8 +6,9 @@ import errno
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tidegate.checkpoint.folders import SlotFolder, room_problem
 from tidegate.checkpoint.layout import Part, laid_out
-from tidegate.checkpoint.slots import Slot, SlotFolder, room_problem
+from tidegate.checkpoint.slots import Slot
 from tidegate.checkpoint.tiers import Candidate
 from tidegate.checkpoint.turns import next_slot
 

@@ -7,6 +7,7 @@ SHA-256 in a manifest that he can forge as well.
 
 from __future__ import annotations
 
+import json
 from typing import Final
 
 import xxhash
@@ -37,3 +38,19 @@ def block_bytes_for(body_bytes: int) -> int:
     while block * _BLOCKS < body_bytes and block < _LARGEST_BLOCK_BYTES:
         block *= 2
     return block
+
+
+LENGTH_BYTES = 8
+"""A safetensors file begins with the length of its header's text."""
+BLOCK_BYTES, SUMS = "TIDEGATE_BLOCK_BYTES", "TIDEGATE_SUMS"
+"""Names in the header's metadata."""
+
+
+def image_problem(image: memoryview, header_bytes: int, header_sum: str) -> str | None:
+    """What is wrong with a whole file, None if it is what it was."""
+    if sum_of(image[:header_bytes]) != header_sum:
+        return "header differs from the manifest's hash"
+    metadata = json.loads(bytes(image[LENGTH_BYTES:header_bytes]))["__metadata__"]
+    if block_sums(image[header_bytes:], int(metadata[BLOCK_BYTES])) != metadata[SUMS]:
+        return "content differs from its hash"
+    return None
