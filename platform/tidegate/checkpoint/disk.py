@@ -94,6 +94,11 @@ class Saver:
         """The process that writes; None before the first save."""
         return self._writer.pid if self._writer is not None else None
 
+    @property
+    def in_flight(self) -> bool:
+        """Whether a save is on its way to disk."""
+        return self._flight is not None and not self._flight.done()
+
     def start(self, about: Manifest, *, to_disk: bool = True) -> Outcome | None:
         """Copy the parts and begin to save them as `about`, whose list of files is filled in. Where it is to go to disk
         and the save before is in flight still, this waits for that and returns how it ended; or, if late saves are
@@ -104,7 +109,7 @@ class Saver:
         if to_disk and self._when_late == "wait":
             before = self.finish()
         if self._ring.two or self._when_late == "skip":
-            unsealed, busy = self._anywhere(not sealed, self._flight is not None and not self._flight.done())
+            unsealed, busy = self._anywhere(not sealed, self.in_flight)
             late = to_disk and busy
             if late and not self._ring.two:
                 return _skipped(about.step)
