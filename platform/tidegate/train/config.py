@@ -248,8 +248,8 @@ class RunConfig(Model):
     """8-bit matrix products in the blocks (`tidegate.train.float8`): one scale for a tensor, or one for each row."""
     activation_checkpointing: Recompute = "none"
     """What of a block is computed again in the backward pass instead of kept: nothing, what is cheap, or all."""
-    compile: bool = False
-    """`torch.compile` of each block."""
+    compile: Literal["none", "inductor", "aot_eager"] = "none"
+    """`torch.compile` of each block with this backend: `inductor` for speed, `aot_eager` to see that it can be."""
     peak_tflops: Annotated[float, Field(gt=0)] | None = None
     """What one device could do, for MFU; null: by the device's name, where it is known (`tidegate.train.flops`)."""
     tensorboard: bool = True

@@ -20,25 +20,22 @@ _FIRST_CAPABILITY = (8, 9)
 """Ada and Hopper are the first GPUs with such products."""
 
 
-def to_float8(block: nn.Module, mode: Float8, device: torch.device) -> None:
-    """Have the linear layers in `block` multiply in 8 bits. Their weights and names stay as they are.
-
-    Raises:
-        ConfigError: the device has no such products.
-    """
+def to_float8(block: nn.Module, mode: Float8) -> None:
+    """Have the linear layers in `block` multiply in 8 bits. Their weights and names stay as they are."""
     if mode == "none":
         return
-    check(device)
     for layer in block.modules():
         if isinstance(layer, nn.Linear) and not layer.in_features % _STEP and not layer.out_features % _STEP:
             layer.forward = _Forward(layer, by_row=mode == "rowwise")  # type: ignore[method-assign, assignment]
 
 
-def check(device: torch.device) -> None:
+def check(mode: Float8, device: torch.device) -> None:
     """
     Raises:
         ConfigError: the device has no 8-bit products.
     """
+    if mode == "none":
+        return
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= _FIRST_CAPABILITY:
         return
     what = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

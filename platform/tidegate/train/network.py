@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from tidegate.train.config import Precision, RunConfig
-from tidegate.train.float8 import to_float8
+from tidegate.train.float8 import check, to_float8
 from tidegate.train.model import seeded
 from tidegate.train.parallel import World
 from tidegate.train.recompute import compute_again
@@ -43,6 +43,7 @@ def grown(config: RunConfig, stage: Stage, world: World) -> Krea2Transformer2DMo
     """
     # FSDP warns of changing its output in place, which nothing here does.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor", category=UserWarning)
+    check(stage.float8, world.device)
     policy = mixed(stage.precision)
 
     def ready(part: nn.Module) -> None:
@@ -51,10 +52,11 @@ def grown(config: RunConfig, stage: Stage, world: World) -> Krea2Transformer2DMo
             if isinstance(block, Krea2TransformerBlock | Krea2TextFusionBlock) and world.tensor_mesh is not None:
                 make_tensor_parallel(block, world.tensor_mesh)
         if isinstance(part, Krea2TransformerBlock):
-            to_float8(part, stage.float8, world.device)
+            to_float8(part, stage.float8)
             compute_again(part, stage.activation_checkpointing)
-            if config.compile:
-                part.forward = torch.compile(part.forward)  # not of the module: FSDP's hooks stay outside
+            if config.compile != "none":
+                # Not of the module: FSDP's hooks stay outside.
+                part.forward = torch.compile(part.forward, backend=config.compile, fullgraph=True)
             if config.parallel.per_block:
                 fully_shard(part, mesh=world.data_mesh, mp_policy=policy)
 
