@@ -157,7 +157,7 @@ class GuardSpec(Model):
     """After so many the run ends instead."""
     level_window_steps: Annotated[int, Field(ge=2)] | None = 100
     """Losses are watched for a lasting rise in windows of so many steps (`tidegate.train.level`); null: they are not.
-    A rise warns, and pins the newest checkpoint from before it."""
+    A rise warns, and pins the newest checkpoint from before it, where one of the last three windows is still kept."""
     level_sigmas: Annotated[float, Field(gt=0)] = 4.0
     """So many standard errors make a rise."""
 

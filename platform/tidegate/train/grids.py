@@ -33,7 +33,7 @@ def sample_grid(
         images = drawn(network, recipe, [prompts[place] for place in places], [seed + place for place in places])
     for module in network.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()  # else the next step would compute with the weights gathered here
+            module.reshard()  # the root keeps what it has gathered until a backward pass, which does not come
     parts: list[Any] = [None] * world.size
     dist.gather_object(images[: len(mine)], parts if world.rank == 0 else None, dst=0, group=world.saving)
     if world.rank != 0:

@@ -1,8 +1,7 @@
 """Has the loss moved to a higher level and stayed there? Pure.
 
 A small bump that never quite recovers is far below what the spike guard sees, and ruins a run all the same. So losses
-are gathered in windows, and each window's mean is compared with that of the window before the last: the one between
-them is where a bump may come and go.
+are gathered in windows, and when the means of two in a row are above that of the one before them, it has stayed.
 """
 
 from __future__ import annotations
@@ -61,12 +60,18 @@ def watch(level: Level, spec: GuardSpec, step: int, loss: float) -> tuple[Level,
     full = (*level.full, window)
     if len(full) < 3:
         return Level(full=full), None
-    before, _, after = full
-    rise, error = after.mean - before.mean, math.sqrt(before.error_squared + after.error_squared)
-    if rise <= spec.level_sigmas * error:
+    before, between, after = full
+    if min(_rise(before, between), rise := _rise(before, after)) <= spec.level_sigmas:
         return Level(full=full[1:]), None
     reason = (
         f"the loss stays higher: {after.mean:.4g} over {after.count} steps, was {before.mean:.4g} up to step "
-        f"{before.ends}, {rise / error if error else math.inf:.1f} standard errors"
+        f"{before.ends}, {rise:.1f} standard errors"
     )
     return Level(), Shift(reason, before.ends)  # told once: what is usual is learnt anew
+
+
+def _rise(before: Window, after: Window) -> float:
+    """In standard errors of the difference of two means."""
+    error = math.sqrt(before.error_squared + after.error_squared)
+    difference = after.mean - before.mean
+    return difference / error if error else math.copysign(math.inf, difference) if difference else 0.0

@@ -54,6 +54,7 @@ def run(config: RunConfig, data_dir: Path, run_dir: Path, progress: Progress, *,
             network.
         DivergedError: the loss has gone wrong more often than the guard allows.
     """
+    progress = Timed(progress)
     progress.phase(Phase.STARTING)
     torch.set_num_threads(config.threads_per_rank)
     datasets = [dataset_of(stage, data_dir) for stage in stages(config)]
@@ -114,7 +115,7 @@ class Run:
     ) -> None:
         """`datasets`: one for each stage."""
         self.config, self.datasets, self.world, self.records = config, datasets, world, records
-        self.progress = Timed(progress)
+        self.progress = progress if isinstance(progress, Timed) else Timed(progress)
         self.run_dir, self.generation = run_dir, generation
         self.stages = stages(config)
         self.text = ByteText(config.text.length, config.text.width, config.text.seed)
@@ -262,6 +263,8 @@ class Run:
                 pinned = pin(self.run_dir / "checkpoints", shift.before_step, shift.reason)
                 if pinned is not None:
                     self.records.event("pinned", step=self.step, checkpoint=pinned)
+                else:
+                    self.records.event("not_pinned", step=self.step, reason="no checkpoint from before it is left")
 
     def _sample(self) -> None:
         self.progress.phase(Phase.SAMPLING)

@@ -23,7 +23,7 @@ CHECKPOINTS = "checkpoints.jsonl"
 """A line a commit."""
 EVENTS = "events.jsonl"
 """What else happened: restored, checkpoint_skipped, resumed_differently, save_failed, step_skipped, rolled_back,
-level_shift, pinned, stage, sampled, exported."""
+level_shift, pinned, not_pinned, stage, sampled, exported."""
 
 logger = logging.getLogger(__name__)
 
