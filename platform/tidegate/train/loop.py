@@ -158,6 +158,8 @@ class Run:
             if stopped or self.step >= self.config.steps:
                 break
             self.records.event("stage", step=self.step, name=stage_at(self.stages, self.step).name)
+            # Another stage has other losses: what is usual in it is learnt anew.
+            self.guarded, self.level = Guarded(rollbacks=self.guarded.rollbacks), level.Level()
         if not stopped:
             self._export()
         if failure is not None:
