@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from PIL import Image
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -50,15 +48,3 @@ def tiled(images: np.ndarray) -> np.ndarray:
     sheet[:count] = images
     sheet = sheet.reshape(rows, columns, *images.shape[1:]).swapaxes(1, 2)
     return sheet.reshape(rows * height, columns * width, *images.shape[3:])
-
-
-def write_grid(run_dir: Path, step: int, picture: np.ndarray) -> Path:
-    """As `samples/step-00000100.png`.
-
-    Raises:
-        OSError: the disk's own.
-    """
-    path = run_dir / "samples" / f"step-{step:08d}.png"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(picture).save(path)
-    return path

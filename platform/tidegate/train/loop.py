@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +22,14 @@ from tidegate.errors import CheckpointError, DataError, DivergedError
 from tidegate.train import level
 from tidegate.train.config import RunConfig
 from tidegate.train.export import write_export
-from tidegate.train.grids import sample_grid, write_grid
+from tidegate.train.grids import sample_grid
 from tidegate.train.guard import Do, Guarded, Ruling, judge
-from tidegate.train.model import positions, to_tokens, velocity
+from tidegate.train.learning import Lesson, Verdict, agreed
 from tidegate.train.network import grown
-from tidegate.train.objective import draw, loss_sum, mix, shift_of, without_caption
 from tidegate.train.optim import adamw, learning_rate
-from tidegate.train.parallel import World, joined, shards_of, squared_norm, whole_weights
+from tidegate.train.parallel import World, joined, shards_of, whole_weights
 from tidegate.train.pieces import how_many, pieces
-from tidegate.train.pinning import pin
+from tidegate.train.pinning import warn_and_pin
 from tidegate.train.progress import Phase, Progress
 from tidegate.train.recipe import Recipe
 from tidegate.train.records import Records
@@ -85,21 +82,6 @@ def dataset_of(stage: Stage, data_dir: Path) -> Dataset:
     return Dataset(data_dir / stage.data, width=image.width, height=image.height, channels=image.channels)
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What all ranks know after a step's gradients: one all-reduce."""
-
-    loss: float
-    grad_norm: float
-    stop: bool
-    bad_ranks: tuple[int, ...]
-    """Those whose own loss was not finite."""
-
-    @property
-    def finite(self) -> bool:
-        return not self.bad_ranks and math.isfinite(self.loss) and math.isfinite(self.grad_norm)
-
-
 class Run:
     """One rank's part of one generation."""
 
@@ -145,7 +127,7 @@ class Run:
                 part.local.copy_(tensor)
             self._count_updates()
         self.stage, self.data = stage, self.datasets[stage.number]
-        self.places = positions(self.config.text.length, stage.image).to(self.world.device)
+        self.lesson = Lesson(self.config, stage, self.text, self.world.device)
         self.meter = Meter(self.config, stage, self.world)
 
     def go(self) -> None:
@@ -233,7 +215,8 @@ class Run:
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None
         gradients = [shard.gradient for shard in self.shards]
-        verdict = self._agreed(total, gradients)
+        batch_size, stop = self.stage.global_batch, self.progress.stop_requested()
+        verdict = agreed(self.world, self.shards, gradients, total, global_batch=batch_size, stop=stop)
         self.guarded, ruling = judge(self.guarded, self.config.guard, verdict.loss, finite=verdict.finite)
         if ruling.do is Do.GO:
             self._update(gradients, verdict.grad_norm)
@@ -261,12 +244,7 @@ class Run:
         if verdict.finite:
             self.level, shift = level.watch(self.level, self.config.guard, self.step, verdict.loss)
             if shift is not None and self.world.rank == 0:
-                self.records.event("level_shift", step=self.step, reason=shift.reason, before_step=shift.before_step)
-                pinned = pin(self.run_dir / "checkpoints", shift.before_step, shift.reason)
-                if pinned is not None:
-                    self.records.event("pinned", step=self.step, checkpoint=pinned)
-                else:
-                    self.records.event("not_pinned", step=self.step, reason="no checkpoint from before it is left")
+                warn_and_pin(self.run_dir / "checkpoints", self.step, shift, self.records)
 
     def _sample(self) -> None:
         self.progress.phase(Phase.SAMPLING)
@@ -274,54 +252,17 @@ class Run:
         recipe = Recipe.of(self.config).model_copy(update={"image": self.stage.image})
         picture = sample_grid(self.network, recipe, how.prompts, how.seed, self.world)
         if picture is not None:
-            try:
-                path = write_grid(self.run_dir, self.step, picture)
-                self.records.event("sampled", step=self.step, file=str(path))
-            except OSError as error:
-                self.records.event("sample_failed", step=self.step, reason=str(error))
             self.records.picture(self.step, picture)
         self.progress.phase(Phase.STEPPING)
 
     def _samples(self, step: int) -> list[int]:
         """Ids of the global batch of `step`, counted from 0."""
-        stage = self.stage
-        seed = stage.data_seed(self.config.seed)
+        stage, seed = self.stage, self.stage.data_seed(self.config.seed)
         return [int(sample) for sample in self.data.ids(seed, step - stage.begins, stage.global_batch)]
 
     def _loss(self, batch: Batch) -> Tensor:
         """Sum of the losses of these samples."""
-        device, spec, step = self.world.device, self.config.objective, self.stage.begins + batch.step
-        image = to_tokens(batch.pixels, self.stage.image.patch)
-        shift = shift_of(self.stage.shift, image.shape[1])
-        noise, times = draw(self.config.seed, step, batch.positions, image.shape[1:], spec, shift)
-        states, mask = self._text(batch, step)
-        image, noise, times, states, mask = (part.to(device) for part in (image, noise, times, states, mask))
-        guess = velocity(self.network, mix(image, noise, times), states, mask, times, self.places)
-        return loss_sum(guess, image, noise)
-
-    def _text(self, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
-        """States (B, length, layers, width) and the mask of what is no padding (B, length)."""
-        share = self.config.objective.captions_dropped
-        without = without_caption(self.config.seed, step, batch.positions, share)
-        return self.text.encode(["" if no else text for no, text in zip(without, batch.captions, strict=True)])
-
-    def _agreed(self, loss: Tensor, gradients: list[Tensor]) -> Verdict:
-        """Sum [loss, squared gradient norm, stop, one flag a rank] over ranks, the step's only message of ours."""
-        facts = torch.zeros(3 + self.world.size, dtype=torch.float32, device=self.world.device)
-        facts[0] = loss / self.world.shape.tensor  # tensor peers have the same one
-        squares_here = squared_norm(self.shards, gradients)
-        if squares_here is not None:
-            facts[1] = squares_here
-        facts[2] = float(self.progress.stop_requested())
-        facts[3 + self.world.rank] = float(not torch.isfinite(loss))
-        dist.all_reduce(facts)
-        total, squares, stop, *bad = facts.tolist()
-        return Verdict(
-            loss=total / self.stage.global_batch,
-            grad_norm=math.sqrt(squares) if squares >= 0 else math.nan,
-            stop=stop > 0,
-            bad_ranks=tuple(rank for rank, flag in enumerate(bad) if flag),
-        )
+        return self.lesson.loss(self.network, batch)
 
     def _update(self, gradients: list[Tensor], grad_norm: float) -> None:
         clip = self.config.optimizer.clip_norm

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import TextIO
 
 import numpy as np
+from PIL import Image
 
 from tidegate.checkpoint.disk import Outcome
 from tidegate.train.board import Board
@@ -23,7 +24,7 @@ CHECKPOINTS = "checkpoints.jsonl"
 """A line a commit."""
 EVENTS = "events.jsonl"
 """What else happened: restored, checkpoint_skipped, resumed_differently, save_failed, step_skipped, rolled_back,
-level_shift, pinned, not_pinned, stage, sampled, exported."""
+level_shift, pinned, not_pinned, stage, sampled, sample_failed, exported."""
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ class Records:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._same = {"world_size": world_size, "generation": generation}
-        self._log_every_steps, self._clock = log_every_steps, clock
+        self._run_dir, self._log_every_steps, self._clock = run_dir, log_every_steps, clock
         self._files: dict[str, TextIO] = {}
         self._board = Board(run_dir / "tensorboard") if writes and tensorboard else None
         if writes:
@@ -98,7 +99,14 @@ class Records:
             self._board.scalars(step, {f"train/{name}": value for name, value in numbers.items()})
 
     def picture(self, step: int, pixels: np.ndarray) -> None:
-        """A grid of samples, for TensorBoard."""
+        """A grid of samples, (H, W) or (H, W, C) uint8, as `samples/step-00000100.png` and for TensorBoard."""
+        path = self._run_dir / "samples" / f"step-{step:08d}.png"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels).save(path)
+            self.event("sampled", step=step, file=str(path))
+        except OSError as error:
+            self.event("sample_failed", step=step, reason=str(error))
         if self._board is not None:
             self._board.image(step, "samples", pixels)
 
