@@ -20,6 +20,7 @@ import ray
 import ray.data
 
 from tidegate.data.layout import Index, as_text
+from tidegate.data.parts import from_bytes, to_bytes
 from tidegate.data.preparation import Preparation, Settings
 from tidegate.data.sources import Split
 from tidegate.errors import DataError
@@ -37,6 +38,14 @@ parser.add_argument("--bucket-aspect-max", type=float, default=2.0, help="the lo
 parser.add_argument("--side-min", type=int, default=1, help="reject images whose shorter side has fewer pixels")
 parser.add_argument("--aspect-max", type=float, default=4.0, help="reject images that are longer than this")
 parser.add_argument("--rows-per-part", type=int, default=1024, help="samples that a kill may cost a worker")
+parser.add_argument("--pipeline", help="folder or name of a diffusers pipeline, for the encoders of the next two")
+parser.add_argument("--latents", action="store_true", help="store what its autoencoder makes of the images")
+parser.add_argument("--text-length", type=int, help="store its text encoder's states, of so many tokens at most")
+parser.add_argument("--encode-batch", type=int, default=32, help="images or captions that it encodes at a time")
+parser.add_argument("--keep-images", action="store_true", help="store the images beside their latents too")
+parser.add_argument(
+    "--encoders", type=int, default=1, help="encoders at work at most, each on a GPU where there are any"
+)
 parser.add_argument("--address", default=os.environ.get("RAY_ADDRESS", "local"), help="a Ray cluster; local: start one")
 arguments = parser.parse_args()
 
@@ -60,6 +69,11 @@ settings = Settings(
     side_min=arguments.side_min,
     aspect_max=arguments.aspect_max,
     rows_per_part=arguments.rows_per_part,
+    pipeline=absolute(arguments.pipeline) if os.path.isdir(arguments.pipeline or "") else arguments.pipeline,
+    latents=arguments.latents,
+    text_length=arguments.text_length,
+    encode_batch=arguments.encode_batch,
+    keep_images=arguments.keep_images,
 )
 
 
@@ -75,6 +89,28 @@ def read_split(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def keep_part(row: dict[str, Any]) -> dict[str, Any]:
     Preparation(settings).keep(row["name"], row["part"])
     return {"name": row["name"]}
+
+
+class Encode:
+    """An actor that holds the encoders."""
+
+    def __init__(self) -> None:
+        import torch
+
+        from tidegate.data.encoders import Encoders
+
+        self._encoders = Encoders(
+            str(settings.pipeline),
+            latents=settings.latents,
+            text_length=settings.text_length,
+            batch=settings.encode_batch,
+            device="cuda" if torch.cuda.is_available() else "cpu",
+        )
+        Preparation(settings).keep_encoders(*self._encoders.about())
+
+    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+        part = self._encoders.encode(from_bytes(row["part"]), keep_images=settings.keep_images)
+        return {"name": row["name"], "part": to_bytes(part)}
 
 
 def write_shard(row: dict[str, Any]) -> dict[str, Any]:
@@ -109,8 +145,11 @@ def prepare(preparation: Preparation, pending: Mapping[int, Split]) -> Index:
     print(f"{len(pending)} splits to read", flush=True)
     if pending:
         items = [{"number": number, "split": split} for number, split in pending.items()]
-        kept = ray.data.from_items(items, override_num_blocks=blocks(len(items))).flat_map(read_split).map(keep_part)
-        print(f"{kept.materialize().count()} parts made", flush=True)
+        made = ray.data.from_items(items, override_num_blocks=blocks(len(items))).flat_map(read_split)
+        if settings.encodes:
+            pool = ray.data.ActorPoolStrategy(min_size=1, max_size=arguments.encoders)
+            made = made.map(Encode, compute=pool, num_gpus=1 if ray.cluster_resources().get("GPU") else 0)
+        print(f"{made.map(keep_part).materialize().count()} parts made", flush=True)
     plans = preparation.plan()
     print(f"{len(plans)} shards to write", flush=True)
     if plans:

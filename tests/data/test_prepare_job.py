@@ -21,7 +21,7 @@ IMAGES = 60
 @pytest.mark.cluster
 def test_killed_and_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGKILL while parts are made takes the job's own Ray with it; started again it makes the rest, and the output is
-    what one process makes without Ray, byte for byte. A third start finds it done, and a bad image has cost nobody else."""
+    what one process makes without Ray, byte for byte. A third start finds it done; a bad image costs nobody else."""
     images, out, alone = captioned_images(tmp_path / "images", IMAGES), tmp_path / "out", tmp_path / "alone"
     (images / "001.png").write_bytes(b"no")
     monkeypatch.setenv(MARK, str(tmp_path))

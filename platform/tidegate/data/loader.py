@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -27,8 +27,14 @@ class Batch:
     """From 0."""
     size: Size
     """Of its images, in pixels."""
-    pixels: Tensor
-    """(B, C, H, W) float32 in [-1, 1]."""
+    pixels: Tensor | None
+    """(B, C, H, W) float32 in [-1, 1]; None where there are latents."""
+    latents: Tensor | None
+    """(B, C, H/factor, W/factor) float16, as the autoencoder gave them."""
+    text_states: Tensor | None
+    """(B, length, layers, width) float16, zeros behind a caption's tokens; None where the data set has none."""
+    text_mask: Tensor | None
+    """(B, length) bool: the real tokens."""
     captions: tuple[str, ...]
     short_captions: tuple[str, ...]
     """Empty where a sample has none."""
@@ -83,12 +89,16 @@ class Loader:
         """This rank's part of the global batch of `step`."""
         ids = self._data.ids(self._seed, step, self._global_batch)[self._positions.start : self._positions.stop]
         rows = self._data.rows(ids)
-        pixels = torch.from_numpy(rows.pixels).float().div_(127.5).sub_(1)
-        pixels = pixels[:, None] if pixels.dim() == 3 else pixels.permute(0, 3, 1, 2).contiguous()
+        states = mask = None
+        if rows.text_states is not None and self._data.text is not None:
+            states, mask = padded([torch.from_numpy(one) for one in rows.text_states], self._data.text.length)
         return Batch(
             step=step,
             size=rows.size,
-            pixels=pixels,
+            pixels=None if rows.pixels is None else _floats(torch.from_numpy(rows.pixels)),
+            latents=None if rows.latents is None else torch.from_numpy(rows.latents),
+            text_states=states,
+            text_mask=mask,
             captions=tuple(captions.long for captions in rows.captions),
             short_captions=tuple(captions.short for captions in rows.captions),
             ids=tuple(ids.tolist()),
@@ -118,6 +128,22 @@ class Loader:
             multiprocessing_context="forkserver",
         )
         yield from batches
+
+
+def padded(states: Sequence[Tensor], length: int) -> tuple[Tensor, Tensor]:
+    """States (tokens, layers, width) of several captions, longer ones cut, as (B, length, layers, width) and a mask."""
+    whole = states[0].new_zeros(len(states), length, *states[0].shape[1:])
+    mask = torch.zeros(len(states), length, dtype=torch.bool)
+    for place, one in enumerate(states):
+        tokens = min(length, len(one))
+        whole[place, :tokens], mask[place, :tokens] = one[:tokens], True
+    return whole, mask
+
+
+def _floats(pixels: Tensor) -> Tensor:
+    """(B, H, W) or (B, H, W, C) bytes -> (B, C, H, W) in [-1, 1]."""
+    floats = pixels.float().div_(127.5).sub_(1)
+    return floats[:, None] if floats.dim() == 3 else floats.permute(0, 3, 1, 2).contiguous()
 
 
 class _Steps(torch.utils.data.Dataset[Any]):

@@ -20,19 +20,23 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 from pydantic import Field, ValidationError
+from safetensors.numpy import save
 
 from tidegate.data import parts
 from tidegate.data.buckets import Limits, Size, block_rows, cut, sizes
-from tidegate.data.layout import INDEX, REJECTED, SCHEMA, Index, Rejected, ShardSeen, lines, shard_name
+from tidegate.data.layout import EMPTY_CAPTION, INDEX, REJECTED, SCHEMA, Index, Rejected, ShardSeen, lines, shard_name
 from tidegate.data.prepare import SHOWN, check_rows, nothing_usable
 from tidegate.data.shards import parquet, seen
 from tidegate.data.sources import Split, read, splits
+from tidegate.data.states import Halves, StatesSeen, shard_metadata
 from tidegate.data.storage import Folder
 from tidegate.errors import DataError
 from tidegate.spec.policy import Model
 
 WORK = ".work"
 _SETTINGS = "settings.json"
+_STATES = "states.json"
+_SHARD_BYTES = 1 << 30
 
 
 class Settings(Model):
@@ -42,6 +46,7 @@ class Settings(Model):
     out: str
     seed: int = 0
     rows_per_shard: int = 8192
+    """At most; fewer where a shard would have more than a GiB."""
     resolution: int | None = None
     """Images are brought to about this many pixels squared; None keeps their sizes."""
     multiple: int = Field(default=16, ge=1)
@@ -51,6 +56,18 @@ class Settings(Model):
     side_min: int = Field(default=1, ge=1)
     aspect_max: float = Field(default=4.0, ge=1)
     rows_per_part: int = Field(default=1024, ge=1)
+    pipeline: str | None = None
+    """A diffusers pipeline with the encoders for `latents` and `text_length`."""
+    latents: bool = False
+    text_length: int | None = Field(default=None, ge=1)
+    """Tokens of a caption at most; None: no text states."""
+    encode_batch: int = Field(default=32, ge=1)
+    keep_images: bool = False
+    """Beside their latents."""
+
+    @property
+    def encodes(self) -> bool:
+        return self.latents or self.text_length is not None
 
     def limits(self) -> Limits:
         among = (
@@ -83,6 +100,10 @@ class Preparation:
             DataError: the settings ask for nothing possible.
         """
         check_rows(settings.rows_per_shard)
+        if settings.encodes and settings.pipeline is None:
+            raise DataError("latents and text states need their encoders\nhint: --pipeline FOLDER")
+        if settings.latents and settings.resolution is None:
+            raise DataError("latents are of images brought to a size\nhint: --resolution, e.g. 256")
         self.settings, self._limits = settings, settings.limits()
         self.source, self.out = Folder.at(settings.source), Folder.at(settings.out)
         self.work = self.out / WORK
@@ -120,6 +141,12 @@ class Preparation:
             if name not in there:
                 yield name, parts.to_bytes(parts.table(chunk, self._limits, self.settings.seed))
 
+    def keep_encoders(self, seen: StatesSeen, empty: Halves) -> None:
+        """What the encoders are, and what they make of no caption; whoever has loaded them tells, all the same."""
+        if seen.text is not None:
+            self.out.write(EMPTY_CAPTION, save({"states": empty}))
+        self.work.write(_STATES, seen.model_dump_json().encode())
+
     def keep(self, name: str, part: bytes) -> None:
         self._parts.write(name, part)
 
@@ -139,9 +166,10 @@ class Preparation:
         # The parts' order settles what the keys leave open.
         by_key = np.lexsort((row_in_part, part_of_row, keys["key"], keys["height"], keys["width"]))
         block = self._block_rows(len(keys))
+        rows_per_shard = max(1, min(self.settings.rows_per_shard, int(_SHARD_BYTES / self._row_bytes(len(keys)))))
         there = self._made.files()
         plans = []
-        cuts = list(_cuts(keys[by_key], self.settings.rows_per_shard))
+        cuts = list(_cuts(keys[by_key], rows_per_shard))
         for number, (size, rows) in enumerate(cuts):
             name = shard_name(number, len(cuts))
             if f"{name}.json" not in there:
@@ -161,7 +189,8 @@ class Preparation:
             taken.append(parts.take(self._parts, name, plan.row_in_part[mine]))
             places.append(mine)
         order = np.argsort(np.concatenate(places))
-        table = pa.concat_tables(taken).take(pa.array(order)).replace_schema_metadata(SCHEMA.metadata)
+        table = pa.concat_tables(taken).take(pa.array(order))
+        table = table.replace_schema_metadata(shard_metadata(table.column_names, SCHEMA.metadata))
         data = parquet(table, plan.block_rows)
         shard = seen(plan.name, data, table.num_rows, plan.size)
         self.out.write(plan.name, data)
@@ -178,6 +207,7 @@ class Preparation:
             rows=sum(shard.rows for shard in made),
             block_rows=self._block_rows(sum(shard.rows for shard in made)),
             shards=tuple(made),
+            states=self._states(),
             rejected_rows=len(rejected),
             rejected_first=tuple(rejected[:SHOWN]),
         )
@@ -189,8 +219,16 @@ class Preparation:
     def _rejected(self) -> list[Rejected]:
         return [row for name in self._parts.files() for row in parts.read_keys(self._parts, name)[1]]
 
+    def _states(self) -> StatesSeen:
+        if not self.settings.encodes:
+            return StatesSeen()
+        return StatesSeen.model_validate_json(self.work.read(_STATES))
+
     def _block_rows(self, rows: int) -> int:
-        return block_rows(sum(self._parts.files().values()) / rows)
+        return block_rows(self._row_bytes(rows))
+
+    def _row_bytes(self, rows: int) -> float:
+        return sum(self._parts.files().values()) / rows
 
 
 class _Begun(Model):
