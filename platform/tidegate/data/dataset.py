@@ -64,7 +64,7 @@ class Dataset:
         height: int,
         channels: int,
         latents: bool = False,
-        text_states: bool = False,
+        text_length: int | None = None,
         buckets: bool = False,
         cache_bytes: int = CACHE_BYTES,
     ) -> None:
@@ -72,7 +72,7 @@ class Dataset:
         Args:
             channels: of a picture; 1 grey, 3 RGB. With `latents` those of a latent.
             latents: read these in place of the pictures.
-            text_states: read these beside the captions.
+            text_length: read the text states beside the captions, for batches of so many tokens.
             buckets: images of other sizes than `width` x `height` are welcome.
             cache_bytes: how much of what was read is kept. A data set whose pixels fit is decoded once.
 
@@ -83,15 +83,21 @@ class Dataset:
         self.index: Index = read_index(self.folder)
         self.fingerprint = fingerprint(self.index)
         self.latents = self.index.states.latents if latents else None
-        self.text = self.index.states.text if text_states else None
-        self._check(Size(width, height), latents=latents, text_states=text_states, buckets=buckets)
+        self.text = self.index.states.text if text_length is not None else None
+        self.text_length = text_length
+        self._check(Size(width, height), latents=latents, text_states=text_length is not None, buckets=buckets)
         self.bucket_rows = tuple(self.index.buckets.values())
         shards, block = self.index.shards, self.index.block_rows
         self._groups = [(shard, first // block) for shard in shards for first in range(0, shard.rows, block)]
         self._starts = np.cumsum([0, *(min(block, shard.rows - group * block) for shard, group in self._groups)])
         pixels = sum(shard.rows * shard.width * shard.height * channels for shard in shards)
         self._keep_decoded = not latents and pixels <= cache_bytes
-        columns = ["text", "text_short", LATENT if latents else "image", *([TEXT_STATES] if text_states else [])]
+        columns = [
+            "text",
+            "text_short",
+            LATENT if latents else "image",
+            *([TEXT_STATES] if text_length is not None else []),
+        ]
         self._cache = Groups(self.folder, columns, cache_bytes)
 
     def _check(self, want: Size, *, latents: bool, text_states: bool, buckets: bool) -> None:
@@ -100,6 +106,11 @@ class Dataset:
             raise DataError(
                 f"{self.folder}: images must be {want}, has {have}\nhint: set image.width and image.height, "
                 f"or prepare with another --resolution"
+            )
+        if not latents and not self.index.pictures:
+            raise DataError(
+                f"{self.folder}: holds no pictures, only latents\nhint: set image.latent_factor, "
+                "or prepare with --keep-images"
             )
         for name, wanted, there in (("latents", latents, self.latents), ("text states", text_states, self.text)):
             if wanted and there is None:

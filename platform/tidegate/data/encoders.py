@@ -37,7 +37,7 @@ class Encoders:
         if text_length is None:
             left_out |= {"text_encoder": None, "tokenizer": None}
         try:
-            self._pipeline = Krea2Pipeline.from_pretrained(pipeline, torch_dtype=dtype, **left_out).to(device)
+            self._pipeline = Krea2Pipeline.from_pretrained(pipeline, dtype=dtype, **left_out).to(device)
         except (OSError, ValueError, TypeError) as error:
             raise DataError(f"{pipeline}: {error}\nhint: a folder of a whole Krea2Pipeline, or its name") from None
         self._latents, self._text_length, self._batch = latents, text_length, batch

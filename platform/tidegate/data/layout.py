@@ -72,6 +72,8 @@ class Index(Model):
     """Rows among which an epoch's order is drawn; see `tidegate.data.order`."""
     shards: tuple[ShardSeen, ...]
     """In the order of their samples' ids. Those of one size follow each other: they are a bucket."""
+    pictures: bool = True
+    """False where there are latents in their place."""
     states: StatesSeen = StatesSeen()
     """What the columns of latents and text states mean, where there are any."""
     rejected_rows: int

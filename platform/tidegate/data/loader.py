@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader
 from tidegate.data.buckets import Size
 from tidegate.data.dataset import Dataset
 from tidegate.data.order import share_range
+from tidegate.data.states import Halves
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +92,8 @@ class Loader:
         ids = self._data.ids(self._seed, step, self._global_batch)[self._positions.start : self._positions.stop]
         rows = self._data.rows(ids)
         states = mask = None
-        if rows.text_states is not None and self._data.text is not None:
-            states, mask = padded([torch.from_numpy(one) for one in rows.text_states], self._data.text.length)
+        if rows.text_states is not None and self._data.text_length is not None:
+            states, mask = padded(rows.text_states, self._data.text_length)
         return Batch(
             step=step,
             size=rows.size,
@@ -130,14 +132,14 @@ class Loader:
         yield from batches
 
 
-def padded(states: Sequence[Tensor], length: int) -> tuple[Tensor, Tensor]:
+def padded(states: Sequence[Halves], length: int) -> tuple[Tensor, Tensor]:
     """States (tokens, layers, width) of several captions, longer ones cut, as (B, length, layers, width) and a mask."""
-    whole = states[0].new_zeros(len(states), length, *states[0].shape[1:])
-    mask = torch.zeros(len(states), length, dtype=torch.bool)
+    whole = np.zeros((len(states), length, *states[0].shape[1:]), np.float16)
+    mask = np.zeros((len(states), length), bool)
     for place, one in enumerate(states):
         tokens = min(length, len(one))
         whole[place, :tokens], mask[place, :tokens] = one[:tokens], True
-    return whole, mask
+    return torch.from_numpy(whole), torch.from_numpy(mask)
 
 
 def _floats(pixels: Tensor) -> Tensor:

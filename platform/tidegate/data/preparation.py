@@ -207,6 +207,7 @@ class Preparation:
             rows=sum(shard.rows for shard in made),
             block_rows=self._block_rows(sum(shard.rows for shard in made)),
             shards=tuple(made),
+            pictures=self.settings.keep_images or not self.settings.latents,
             states=self._states(),
             rejected_rows=len(rejected),
             rejected_first=tuple(rejected[:SHOWN]),

@@ -19,16 +19,16 @@ from tidegate.checkpoint.restore import MODEL, Checkpoint, Found, load, newest_g
 from tidegate.checkpoint.shards import Part
 from tidegate.data.dataset import Dataset
 from tidegate.data.loader import Batch, Loader
-from tidegate.data.text import ByteText
 from tidegate.errors import CheckpointError, DataError, DivergedError
 from tidegate.train import level
 from tidegate.train.config import RunConfig
 from tidegate.train.export import write_export
 from tidegate.train.grids import sample_grid, write_grid
 from tidegate.train.guard import Do, Guarded, Ruling, judge
-from tidegate.train.model import positions, to_tokens, velocity
+from tidegate.train.inputs import Inputs, dataset_of
+from tidegate.train.model import velocity
 from tidegate.train.network import grown
-from tidegate.train.objective import draw, loss_sum, mix, shift_of, without_caption
+from tidegate.train.objective import draw, loss_sum, mix, shift_of
 from tidegate.train.optim import adamw, learning_rate
 from tidegate.train.parallel import World, joined, shards_of, squared_norm, whole_weights
 from tidegate.train.pieces import how_many, pieces
@@ -40,7 +40,7 @@ from tidegate.train.stages import Stage, stage_at, stages
 from tidegate.train.telemetry import Meter, Timed, memory_bytes
 
 
-def run(config: RunConfig, data_dir: Path, run_dir: Path, progress: Progress, *, generation: int = 0) -> None:
+def run(config: RunConfig, data_dir: str | Path, run_dir: Path, progress: Progress, *, generation: int = 0) -> None:
     """Train through all stages from the newest good checkpoint in `run_dir`, then write `run_dir/export`.
 
     Rank and world size come from torchrun's environment variables. A run that is told to stop saves, and returns
@@ -57,7 +57,7 @@ def run(config: RunConfig, data_dir: Path, run_dir: Path, progress: Progress, *,
     progress = Timed(progress)
     progress.phase(Phase.STARTING)
     torch.set_num_threads(config.threads_per_rank)
-    datasets = [dataset_of(stage, data_dir) for stage in stages(config)]
+    datasets = [dataset_of(config, stage, data_dir) for stage in stages(config)]
     progress.phase(Phase.RENDEZVOUS)
     with joined(config.timeout_s, config.parallel) as world:
         for stage in stages(config):
@@ -74,15 +74,6 @@ def run(config: RunConfig, data_dir: Path, run_dir: Path, progress: Progress, *,
         ) as records:
             Run(config, datasets, run_dir, progress, world, generation, records).go()
     progress.phase(Phase.DONE)
-
-
-def dataset_of(stage: Stage, data_dir: Path) -> Dataset:
-    """
-    Raises:
-        DataError: there is none, or its images have other sizes than the stage.
-    """
-    image = stage.image
-    return Dataset(data_dir / stage.data, width=image.width, height=image.height, channels=image.channels)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +109,6 @@ class Run:
         self.progress = progress if isinstance(progress, Timed) else Timed(progress)
         self.run_dir, self.generation = run_dir, generation
         self.stages = stages(config)
-        self.text = ByteText(config.text.length, config.text.width, config.text.seed)
         self.step = self.updates = 0
         """Steps done, and those of them that changed the weights."""
         self.guarded, self.level = Guarded(), level.Level()
@@ -145,7 +135,7 @@ class Run:
                 part.local.copy_(tensor)
             self._count_updates()
         self.stage, self.data = stage, self.datasets[stage.number]
-        self.places = positions(self.config.text.length, stage.image).to(self.world.device)
+        self.inputs = Inputs(self.config, stage, self.data, self.world.device)
         self.meter = Meter(self.config, stage, self.world)
 
     def go(self) -> None:
@@ -291,19 +281,13 @@ class Run:
     def _loss(self, batch: Batch) -> Tensor:
         """Sum of the losses of these samples."""
         device, spec, step = self.world.device, self.config.objective, self.stage.begins + batch.step
-        image = to_tokens(batch.pixels, self.stage.image.patch)
-        shift = shift_of(self.stage.shift, image.shape[1])
-        noise, times = draw(self.config.seed, step, batch.positions, image.shape[1:], spec, shift)
-        states, mask = self._text(batch, step)
-        image, noise, times, states, mask = (part.to(device) for part in (image, noise, times, states, mask))
-        guess = velocity(self.network, mix(image, noise, times), states, mask, times, self.places)
+        given = self.inputs.of(batch)
+        shift = shift_of(self.stage.shift, given.image.shape[1])
+        noise, times = draw(self.config.seed, step, batch.positions, given.image.shape[1:], spec, shift)
+        parts = (given.image, noise, times, given.states, given.mask)
+        image, noise, times, states, mask = (part.to(device) for part in parts)
+        guess = velocity(self.network, mix(image, noise, times), states, mask, times, given.places)
         return loss_sum(guess, image, noise)
-
-    def _text(self, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
-        """States (B, length, layers, width) and the mask of what is no padding (B, length)."""
-        share = self.config.objective.captions_dropped
-        without = without_caption(self.config.seed, step, batch.positions, share)
-        return self.text.encode(["" if no else text for no, text in zip(without, batch.captions, strict=True)])
 
     def _agreed(self, loss: Tensor, gradients: list[Tensor]) -> Verdict:
         """Sum [loss, squared gradient norm, stop, one flag a rank] over ranks, the step's only message of ours."""
