@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load
 
 from tidegate.data.buckets import Size
-from tidegate.data.groups import Group, Groups
+from tidegate.data.groups import Captions, Group, Groups
 from tidegate.data.layout import EMPTY_CAPTION, Index, fingerprint, read_index
 from tidegate.data.order import Ids, order
 from tidegate.data.states import LATENT, TEXT_STATES, Halves
@@ -21,13 +21,6 @@ from tidegate.data.storage import Folder
 from tidegate.errors import DataError
 
 CACHE_BYTES = 256 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Captions:
-    long: str
-    short: str
-    """Empty where a sample has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +202,7 @@ def _each(parts: Sequence[Part]) -> Iterator[tuple[int, Group, int]]:
 
 
 def _captions(parts: Sequence[Part], count: int) -> list[Captions]:
-    found = [Captions("", "")] * count
-    for place, group, row in _each(parts):
-        found[place] = Captions(group.texts[row], group.short_texts[row])
-    return found
+    found = dict[int, Captions]()
+    for places, group, rows in parts:
+        found.update(zip(places.tolist(), map(group.captions.__getitem__, rows.tolist()), strict=True))
+    return [found[place] for place in range(count)]

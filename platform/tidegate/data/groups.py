@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,13 @@ from tidegate.data.pictures import DAMAGED, decoded
 from tidegate.data.states import LATENT, TEXT_STATES, Halves, numbers
 from tidegate.data.storage import Folder
 from tidegate.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class Captions:
+    long: str
+    short: str
+    """Empty where a sample has none."""
 
 
 class Group:
@@ -29,8 +37,8 @@ class Group:
         """
         self.name, self.start, self.bytes = name, start, int(table.nbytes)
         table = table.combine_chunks()
-        self.texts: list[str] = table["text"].to_pylist()
-        self.short_texts: list[str] = [text or "" for text in table["text_short"].to_pylist()]
+        texts = zip(table["text"].to_pylist(), table["text_short"].to_pylist(), strict=True)
+        self.captions = [Captions(long, short or "") for long, short in texts]
         there = table.column_names
         self._images = _Binaries(table["image"].combine_chunks().field("bytes")) if "image" in there else None
         self._numbers = {column: numbers(table[column]) for column in (LATENT, TEXT_STATES) if column in there}
