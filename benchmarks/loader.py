@@ -3,8 +3,8 @@
 * `over_step_rate`: batches a second of our loader (one thread, one rank), against four times the steps a second that
   the digits' loop makes in the same round;
 * `cpu_over_datasets`: CPU of our loader for a sample of the digits, over all 400 steps of the demo's run, against
-  `datasets` and torch's DataLoader over the same shards. Ours decodes the images in its first epoch; the peer's cheapest
-  way has decoded them before it is measured;
+  `datasets` and torch's DataLoader over the same shards. Ours decodes the images in its first epoch; the peer's
+  cheapest way has decoded them before it is measured;
 * `cpu_over_datasets_jpeg`: the same for JPEGs of 256 x 256 that no cache holds, so that both decode every time.
 
 The peer runs in a venv of its own (`benchmarks/peers/datasets`), in each way that it has; in each round its cheapest
