@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -113,19 +111,6 @@ def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="exists and is not empty\nhint: "):
         prepare(images, tmp_path / "out", seed=1, rows_per_shard=10)
     assert (tmp_path / "out" / "index.json").read_bytes() == before
-
-
-def test_the_job(tmp_path: Path) -> None:
-    images = captioned_images(tmp_path / "images", 3)
-    (images / "001.png").write_bytes(b"no")
-    job = Path(__file__).parents[2] / "jobs" / "prepare_data.py"
-    command = [sys.executable, str(job), "--images", str(images), "--out", str(tmp_path / "out"), "--seed", "5"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "2 images (2 of 4x4) in 1 shards, 1 rejected" in done.stdout
-    assert "rejected: 001.png: " in done.stdout
-    again = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert again.returncode == 1
-    assert "hint: remove it" in again.stderr
 
 
 def test_captions_long_and_short_from_files_beside_the_images(tmp_path: Path) -> None:

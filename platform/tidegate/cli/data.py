@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tidegate.cli.options import Json, says_errors
+from tidegate.errors import DataError
 
 data = typer.Typer(no_args_is_help=True, help="Look into a prepared data set.")
 
@@ -48,14 +49,17 @@ def samples(folder: str, step: int, config: Path) -> list[dict[str, Any]]:
     Raises:
         PolicyError, DataError: the config or the data set can't be read.
     """
-    from tidegate.data.dataset import Dataset
     from tidegate.spec.load import load_model
     from tidegate.train.config import RunConfig
+    from tidegate.train.inputs import dataset_of
+    from tidegate.train.stages import stage_at, stages
 
     run = load_model(config, RunConfig)
-    image = run.image
-    dataset = Dataset(folder, width=image.width, height=image.height, channels=image.channels)
-    ids = dataset.ids(run.seed, step - 1, run.global_batch)
+    if step > run.steps:
+        raise DataError(f"{config}: the run has {run.steps} steps, there is no step {step}\nhint: a lower --step")
+    stage = stage_at(stages(run), step - 1)
+    dataset = dataset_of(run, stage, folder)
+    ids = dataset.ids(stage.data_seed(run.seed), step - 1 - stage.begins, stage.global_batch)
     rows = []
     for position, (sample, captions) in enumerate(zip(ids.tolist(), dataset.captions(ids), strict=True)):
         place = dataset.place(sample)

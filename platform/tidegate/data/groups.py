@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,20 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from tidegate.data.pictures import DAMAGED, decoded
+from tidegate.data.states import LATENT, TEXT_STATES, Halves, numbers
 from tidegate.data.storage import Folder
 from tidegate.errors import DataError
 
 
+@dataclass(frozen=True, slots=True)
+class Captions:
+    long: str
+    short: str
+    """Empty where a sample has none."""
+
+
 class Group:
-    """Some neighbouring rows of a shard."""
+    """Some neighbouring rows of a shard, whichever columns were read."""
 
     def __init__(self, name: str, start: int, table: Any, shape: Sequence[int], *, keep_decoded: bool) -> None:
         """
@@ -28,12 +37,19 @@ class Group:
         """
         self.name, self.start, self.bytes = name, start, int(table.nbytes)
         table = table.combine_chunks()
-        self._images = _Binaries(table["image"].combine_chunks().field("bytes"))
-        self.texts: list[str] = table["text"].to_pylist()
-        self.short_texts: list[str] = [text or "" for text in table["text_short"].to_pylist()]
+        texts = zip(table["text"].to_pylist(), table["text_short"].to_pylist(), strict=True)
+        self.captions = [Captions(long, short or "") for long, short in texts]
+        there = table.column_names
+        self._images = _Binaries(table["image"].combine_chunks().field("bytes")) if "image" in there else None
+        self._numbers = {column: numbers(table[column]) for column in (LATENT, TEXT_STATES) if column in there}
         self._shape = tuple(shape)
         self._pixels = np.empty((table.num_rows, *shape), np.uint8) if keep_decoded else None
         self._known = np.zeros(table.num_rows, bool)
+
+    def states(self, column: str, row: int) -> Halves:
+        """The numbers of one row, in one dimension; a view."""
+        values, offsets = self._numbers[column]
+        return values[offsets[row] : offsets[row + 1]]
 
     def decode(self, rows: NDArray[np.int64], channels: int) -> NDArray[np.uint8]:
         """Images at `rows` of the group.
@@ -54,6 +70,7 @@ class Group:
         return taken
 
     def _decode(self, row: int, channels: int, into: NDArray[np.uint8]) -> None:
+        assert self._images is not None
         try:
             decoded(self._images[row], channels, into)
         except DAMAGED as error:

@@ -1,6 +1,8 @@
 """A prepared data set: Parquet shards as `datasets` and the hub lay them out, and an index. On disk or in S3.
 
     train-00000-of-00003.parquet   columns `image` (struct of bytes and path), `text`, `text_short`; one size a shard
+                                   `latent`, `text_states` where they were asked for (see `tidegate.data.states`)
+    empty_caption.safetensors      the text states of no caption, where there are text states
     rejected.jsonl                 a line for each sample of the source that is in no shard, and why
     index.json                     counts, sizes, hashes, seed; written last
 
@@ -18,12 +20,14 @@ import pyarrow as pa
 from pydantic import ValidationError
 
 from tidegate.data.buckets import Size
+from tidegate.data.states import StatesSeen
 from tidegate.data.storage import Folder
 from tidegate.errors import DataError
 from tidegate.spec.policy import Model
 
 INDEX = "index.json"
 REJECTED = "rejected.jsonl"
+EMPTY_CAPTION = "empty_caption.safetensors"
 
 # What `datasets` writes too: with it `load_dataset("parquet", ...)` gives back decoded images.
 _STRING = {"dtype": "string", "_type": "Value"}
@@ -68,6 +72,10 @@ class Index(Model):
     """Rows among which an epoch's order is drawn; see `tidegate.data.order`."""
     shards: tuple[ShardSeen, ...]
     """In the order of their samples' ids. Those of one size follow each other: they are a bucket."""
+    pictures: bool = True
+    """False where there are latents in their place."""
+    states: StatesSeen = StatesSeen()
+    """What the columns of latents and text states mean, where there are any."""
     rejected_rows: int
     rejected_first: tuple[Rejected, ...]
     """Some of them; `rejected.jsonl` has all."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader
 from tidegate.data.buckets import Size
 from tidegate.data.dataset import Dataset
 from tidegate.data.order import share_range
+from tidegate.data.states import Halves
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +29,14 @@ class Batch:
     """From 0."""
     size: Size
     """Of its images, in pixels."""
-    pixels: Tensor
-    """(B, C, H, W) float32 in [-1, 1]."""
+    pixels: Tensor | None
+    """(B, C, H, W) float32 in [-1, 1]; None where there are latents."""
+    latents: Tensor | None
+    """(B, C, H/factor, W/factor) float16, as the autoencoder gave them."""
+    text_states: Tensor | None
+    """(B, length, layers, width) float16, zeros behind a caption's tokens; None where the data set has none."""
+    text_mask: Tensor | None
+    """(B, length) bool: the real tokens."""
     captions: tuple[str, ...]
     short_captions: tuple[str, ...]
     """Empty where a sample has none."""
@@ -83,12 +91,16 @@ class Loader:
         """This rank's part of the global batch of `step`."""
         ids = self._data.ids(self._seed, step, self._global_batch)[self._positions.start : self._positions.stop]
         rows = self._data.rows(ids)
-        pixels = torch.from_numpy(rows.pixels).float().div_(127.5).sub_(1)
-        pixels = pixels[:, None] if pixels.dim() == 3 else pixels.permute(0, 3, 1, 2).contiguous()
+        states = mask = None
+        if rows.text_states is not None and self._data.text_length is not None:
+            states, mask = padded(rows.text_states, self._data.text_length)
         return Batch(
             step=step,
             size=rows.size,
-            pixels=pixels,
+            pixels=None if rows.pixels is None else _floats(torch.from_numpy(rows.pixels)),
+            latents=None if rows.latents is None else torch.from_numpy(rows.latents),
+            text_states=states,
+            text_mask=mask,
             captions=tuple(captions.long for captions in rows.captions),
             short_captions=tuple(captions.short for captions in rows.captions),
             ids=tuple(ids.tolist()),
@@ -118,6 +130,22 @@ class Loader:
             multiprocessing_context="forkserver",
         )
         yield from batches
+
+
+def padded(states: Sequence[Halves], length: int) -> tuple[Tensor, Tensor]:
+    """States (tokens, layers, width) of several captions, longer ones cut, as (B, length, layers, width) and a mask."""
+    whole = np.zeros((len(states), length, *states[0].shape[1:]), np.float16)
+    mask = np.zeros((len(states), length), bool)
+    for place, one in enumerate(states):
+        tokens = min(length, len(one))
+        whole[place, :tokens], mask[place, :tokens] = one[:tokens], True
+    return torch.from_numpy(whole), torch.from_numpy(mask)
+
+
+def _floats(pixels: Tensor) -> Tensor:
+    """(B, H, W) or (B, H, W, C) bytes -> (B, C, H, W) in [-1, 1]."""
+    floats = pixels.float().div_(127.5).sub_(1)
+    return floats[:, None] if floats.dim() == 3 else floats.permute(0, 3, 1, 2).contiguous()
 
 
 class _Steps(torch.utils.data.Dataset[Any]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,7 +62,7 @@ def decoded(raw: bytes | memoryview, channels: int, into: NDArray[np.uint8]) -> 
 
 def why_damaged(error: Exception) -> str:
     """A sentence without the machine's own paths."""
-    if isinstance(error, FileNotFoundError):
-        return "No such file or directory"
+    if isinstance(error, OSError) and error.errno is not None:
+        return os.strerror(error.errno)
     # Pillow names the buffer it read from, which says nothing.
     return "cannot identify image file" if "BytesIO" in str(error) else str(error) or type(error).__name__

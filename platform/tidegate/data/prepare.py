@@ -13,11 +13,12 @@ from typing import Any
 import pyarrow as pa
 
 from tidegate.checkpoint.files import sync_folder, sync_tree, write_synced
-from tidegate.data.buckets import Limits, Size, block_rows, bucket, cut
+from tidegate.data.buckets import Limits, Size, block_rows, cut
 from tidegate.data.layout import INDEX, REJECTED, SCHEMA, Index, Rejected, ShardSeen, lines, shard_name
 from tidegate.data.listing import Listed, listed
-from tidegate.data.pictures import DAMAGED, opened, size_of, why_damaged
+from tidegate.data.parts import kept
 from tidegate.data.shards import parquet, seen
+from tidegate.data.sources import of_folder
 from tidegate.data.storage import Folder
 from tidegate.errors import DataError
 
@@ -42,17 +43,13 @@ def prepare(images: Path, out: Path, *, seed: int, rows_per_shard: int) -> Index
     good: list[tuple[Size, Listed]] = []
     bytes_seen = 0
     for row in rows:
-        try:
-            raw = source.read(row.name)
-            text, short = row.captions(source)
-            size, why = bucket(size_of(opened(raw)), text, Limits())
-        except DAMAGED as error:
-            size, why = None, why_damaged(error)
-        if size is None:
-            rejected.append(Rejected(source=row.name, why=why))
+        sample = of_folder(source, row)
+        judged = sample if isinstance(sample, Rejected) else kept(sample, Limits())
+        if isinstance(judged, Rejected):
+            rejected.append(judged)
         else:
-            good.append((size, Listed(row.name, text, short)))
-            bytes_seen += len(raw) + len(text)
+            good.append((judged.size, Listed(row.name, judged.text, judged.short)))
+            bytes_seen += len(judged.raw) + len(judged.text)
     if not good:
         raise nothing_usable(str(images), rejected)
     random.Random(seed).shuffle(good)

@@ -58,6 +58,8 @@ class ImageSpec(Model):
     """Side of the square of pixels, or of latent places, that makes one token."""
     latent_factor: Positive = 1
     """Pixels along the side of one latent place (8 for Krea 2's autoencoder); 1: the network sees pixels."""
+    buckets: bool = False
+    """The data set has images of other shapes too, each batch of one; `width` and `height` are then the samples'."""
 
     @property
     def tokens(self) -> int:

@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tidegate.data.dataset import Dataset
 from tidegate.data.loader import Batch
-from tidegate.data.text import ByteText
 from tidegate.train.config import RunConfig
-from tidegate.train.model import positions, to_tokens, velocity
-from tidegate.train.objective import draw, loss_sum, mix, shift_of, without_caption
+from tidegate.train.inputs import Inputs
+from tidegate.train.model import velocity
+from tidegate.train.objective import draw, loss_sum, mix, shift_of
 from tidegate.train.parallel import Shard, World, squared_norm
 from tidegate.train.stages import Stage
 
@@ -21,24 +22,20 @@ from tidegate.train.stages import Stage
 class Lesson:
     """The objective of one stage."""
 
-    def __init__(self, config: RunConfig, stage: Stage, text: ByteText, device: torch.device) -> None:
-        self._config, self._stage, self._text, self._device = config, stage, text, device
-        self._places = positions(config.text.length, stage.image).to(device)
+    def __init__(self, config: RunConfig, stage: Stage, data: Dataset, device: torch.device) -> None:
+        self._config, self._stage, self._device = config, stage, device
+        self._inputs = Inputs(config, stage, data, device)
 
     def loss(self, network: nn.Module, batch: Batch) -> Tensor:
         """Sum of the losses of a batch's samples."""
         spec, step, seed = self._config.objective, self._stage.begins + batch.step, self._config.seed
-        image = to_tokens(batch.pixels, self._stage.image.patch)
-        shift = shift_of(self._stage.shift, image.shape[1])
-        noise, times = draw(seed, step, batch.positions, image.shape[1:], spec, shift)
-        states, mask = self._states(batch, without_caption(seed, step, batch.positions, spec.captions_dropped))
-        image, noise, times, states, mask = (part.to(self._device) for part in (image, noise, times, states, mask))
-        guess = velocity(network, mix(image, noise, times), states, mask, times, self._places)
+        given = self._inputs.of(batch)
+        shift = shift_of(self._stage.shift, given.image.shape[1])
+        noise, times = draw(seed, step, batch.positions, given.image.shape[1:], spec, shift)
+        parts = (given.image, noise, times, given.states, given.mask)
+        image, noise, times, states, mask = (part.to(self._device) for part in parts)
+        guess = velocity(network, mix(image, noise, times), states, mask, times, given.places)
         return loss_sum(guess, image, noise)
-
-    def _states(self, batch: Batch, without: list[bool]) -> tuple[Tensor, Tensor]:
-        """States (B, length, layers, width) and the mask of what is no padding (B, length)."""
-        return self._text.encode(["" if no else text for no, text in zip(without, batch.captions, strict=True)])
 
 
 @dataclass(frozen=True, slots=True)

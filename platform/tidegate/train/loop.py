@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,13 +18,13 @@ from tidegate.checkpoint.restore import MODEL, Checkpoint, Found, load, newest_g
 from tidegate.checkpoint.shards import Part
 from tidegate.data.dataset import Dataset
 from tidegate.data.loader import Batch, Loader
-from tidegate.data.text import ByteText
 from tidegate.errors import CheckpointError, DataError, DivergedError
 from tidegate.train import level
 from tidegate.train.config import RunConfig
 from tidegate.train.export import write_export
 from tidegate.train.grids import sample_grid
 from tidegate.train.guard import Do, Guarded, Ruling, judge
+from tidegate.train.inputs import dataset_of
 from tidegate.train.learning import Lesson, Verdict, agreed
 from tidegate.train.network import grown
 from tidegate.train.optim import adamw, learning_rate
@@ -37,7 +38,7 @@ from tidegate.train.stages import Stage, stage_at, stages
 from tidegate.train.telemetry import Meter, Timed, memory_bytes
 
 
-def run(config: RunConfig, data_dir: Path, run_dir: Path, progress: Progress, *, generation: int = 0) -> None:
+def run(config: RunConfig, data_dir: str | Path, run_dir: Path, progress: Progress, *, generation: int = 0) -> None:
     """Train through all stages from the newest good checkpoint in `run_dir`, then write `run_dir/export`.
 
     Rank and world size come from torchrun's environment variables. A run that is told to stop saves, and returns
@@ -54,7 +55,7 @@ def run(config: RunConfig, data_dir: Path, run_dir: Path, progress: Progress, *,
     progress = Timed(progress)
     progress.phase(Phase.STARTING)
     torch.set_num_threads(config.threads_per_rank)
-    datasets = [dataset_of(stage, data_dir) for stage in stages(config)]
+    datasets = [dataset_of(config, stage, data_dir) for stage in stages(config)]
     progress.phase(Phase.RENDEZVOUS)
     with joined(config.timeout_s, config.parallel) as world:
         for stage in stages(config):
@@ -71,15 +72,6 @@ def run(config: RunConfig, data_dir: Path, run_dir: Path, progress: Progress, *,
         ) as records:
             Run(config, datasets, run_dir, progress, world, generation, records).go()
     progress.phase(Phase.DONE)
-
-
-def dataset_of(stage: Stage, data_dir: Path) -> Dataset:
-    """
-    Raises:
-        DataError: there is none, or its images have other sizes than the stage.
-    """
-    image = stage.image
-    return Dataset(data_dir / stage.data, width=image.width, height=image.height, channels=image.channels)
 
 
 class Run:
@@ -100,7 +92,6 @@ class Run:
         self.progress = progress if isinstance(progress, Timed) else Timed(progress)
         self.run_dir, self.generation = run_dir, generation
         self.stages = stages(config)
-        self.text = ByteText(config.text.length, config.text.width, config.text.seed)
         self.step = self.updates = 0
         """Steps done, and those of them that changed the weights."""
         self.guarded, self.level = Guarded(), level.Level()
@@ -122,12 +113,14 @@ class Run:
         """What holds in `stage`, with the weights and moments that there are."""
         if _shape_of(stage) != self.shaped_for:
             carried = [part.local.cpu() for part in self._parts(all_copies=True)]
+            del self.network, self.shards, self.parameters, self.optimizer
+            gc.collect()  # a split network is full of cycles, and there is no room for two
             self._shape(stage)
             for part, tensor in zip(self._parts(all_copies=True), carried, strict=True):
                 part.local.copy_(tensor)
             self._count_updates()
         self.stage, self.data = stage, self.datasets[stage.number]
-        self.lesson = Lesson(self.config, stage, self.text, self.world.device)
+        self.lesson = Lesson(self.config, stage, self.data, self.world.device)
         self.meter = Meter(self.config, stage, self.world)
 
     def go(self) -> None:
