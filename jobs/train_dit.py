@@ -19,7 +19,7 @@ from tidegate.train.config import RunConfig
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--config", type=Path, required=True, help="the run's settings, e.g. jobs/configs/digits.yaml")
-parser.add_argument("--data", type=Path, required=True, help="shards made by jobs/prepare_data.py")
+parser.add_argument("--data", required=True, help="shards made by jobs/prepare_data.py: a folder or s3://bucket/path")
 parser.add_argument("--run-dir", type=Path, required=True, help="checkpoints, metrics and the export go here")
 parser.add_argument("--gpus", type=int, required=True, help="GPUs to train on")
 parser.add_argument("--min-gpus", type=int, help="go on with as few as this when GPUs are evicted (default: half)")
@@ -45,7 +45,7 @@ ray.init(address="auto", namespace="tidegate", log_to_driver=False)
 try:
     code = follow_run(
         config,
-        arguments.data.resolve(),
+        arguments.data if "://" in arguments.data else str(Path(arguments.data).resolve()),
         arguments.run_dir.resolve(),
         max_gpus=arguments.gpus,
         min_gpus=arguments.min_gpus or (arguments.gpus + 1) // 2,

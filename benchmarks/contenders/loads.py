@@ -71,7 +71,7 @@ def measure(folder: Path, width: int = WIDTH, layers: int = LAYERS) -> Took:
     parts = [Part(name, one, tuple(one.shape), (0, 0)) for name, one in state.items()]
     memory = SlotFolder(Path("/dev/shm/tidegate-bench") / str(os.getpid()))
     group = dist.new_group(backend="gloo")
-    ring = shared_ring(memory, parts, rank=0, local_rank=0, restored=None)
+    ring = shared_ring(memory, parts, rank=0, local_rank=0, newest=None)
     saver = Saver(folder / "ours", parts, group=group, generation=0, keep=1, ring=ring)
     saver.start(about(1))
     saver.finish()

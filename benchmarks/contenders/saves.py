@@ -103,7 +103,7 @@ class Ours:
     def __init__(self, loop: Loop, folder: Path) -> None:
         parts = loop.parts()
         self._memory = SlotFolder(Path("/dev/shm/tidegate-bench") / str(os.getpid()))
-        ring = shared_ring(self._memory, parts, rank=0, local_rank=0, restored=None)
+        ring = shared_ring(self._memory, parts, rank=0, local_rank=0, newest=None)
         group = dist.new_group(backend="gloo")
         self._saver = Saver(folder, parts, group=group, generation=0, keep=1, ring=ring)
 

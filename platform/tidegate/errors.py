@@ -18,6 +18,10 @@ class PolicyError(TidegateError):
         return "\n".join(self.problems)
 
 
+class ConfigError(TidegateError):
+    """A run's config asks for what this machine, or this many ranks, can't do. The text names the field and the fix."""
+
+
 class ClaimNeverFitsError(TidegateError):
     """The claim asks for more than the cluster could give if all else left."""
 

@@ -18,7 +18,7 @@ from benchmarks.contenders import turns  # noqa: E402
 from benchmarks.contenders.flip_turns import Took  # noqa: E402
 from benchmarks.contract import Machine, Metric, Result, compared, figure, growth_exponent  # noqa: E402
 
-from benchmarks import big_fleet, decide, fault_to_step, flip, run  # noqa: E402
+from benchmarks import big_fleet, decide, fault_to_step, flip, loader, run  # noqa: E402
 from tidegate.arbiter.book import ClaimState  # noqa: E402
 from tidegate.ids import Tier  # noqa: E402
 
@@ -196,3 +196,23 @@ def test_a_step_too_many_and_a_wrong_loss_are_published_as_losses(tmp_path: Path
     measured.mismatches = 1
     metrics = fault_to_step.metrics_of(measured)
     assert [name for name, metric in metrics.items() if not metric.holds] == ["steps_lost", "loss_mismatches"]
+
+
+# --- loader -----------------------------------------------------------------------------------------------------
+
+
+def test_the_loader_is_held_against_the_peers_cheapest_way_of_each_round() -> None:
+    found = {
+        "batches_per_s": [100.0, 100.0, 100.0],
+        "steps_per_s": [10.0, 30.0, 20.0],
+        "digits ours": [6.0, 6.0, 6.0],
+        "digits decode": [70.0, 5.0, 70.0],
+        "digits arrays": [12.0, 12.0, 12.0],
+        "jpeg ours": [11.0, 11.0, 11.0],
+        "jpeg decode": [10.0, 10.0, 10.0],
+    }
+    metrics = loader.metrics_of(found)
+    assert metrics["over_step_rate"].ratio == pytest.approx(100 / 80)
+    assert metrics["over_step_rate"].holds
+    assert (metrics["cpu_over_datasets"].ratio, metrics["cpu_over_datasets"].ratio_max) == (0.5, 1.2)
+    assert not metrics["cpu_over_datasets_jpeg"].holds

@@ -41,7 +41,7 @@ def group() -> Iterator[dist.ProcessGroup]:
 
 def saver_of(shared: Path, disk: Path, group: dist.ProcessGroup, parts: list[Part], **other: object) -> Saver:
     generation = int(str(other.pop("generation", 0)))
-    ring = shared_ring(SlotFolder(shared), parts, rank=0, local_rank=0, restored=other.pop("restored", None))  # type: ignore[arg-type]
+    ring = shared_ring(SlotFolder(shared), parts, rank=0, local_rank=0, newest=other.pop("restored", None))  # type: ignore[arg-type]
     return Saver(disk, parts, group=group, generation=generation, keep=2, ring=ring, **other)  # type: ignore[arg-type]
 
 
@@ -85,7 +85,7 @@ def test_a_copy_that_is_cut_short_leaves_the_one_before(shared: Path, tmp_path: 
         set_to(parts, step)
         saver.start(about(step), to_disk=False)
     saver.close()
-    ring = shared_ring(SlotFolder(shared), parts, rank=0, local_rank=0, restored=Candidate(2, 0))
+    ring = shared_ring(SlotFolder(shared), parts, rank=0, local_rank=0, newest=Candidate(2, 0))
     ring.take(last_is_good=False, busy=False).fill()  # and here the rank dies
     assert restored(shared, tmp_path, group).name == "step-00000002.g0"
     ring.close()
@@ -94,11 +94,11 @@ def test_a_copy_that_is_cut_short_leaves_the_one_before(shared: Path, tmp_path: 
 def test_a_copy_belongs_to_one_process(shared: Path) -> None:
     """A rank of an older generation that isn't dead keeps its copies; its successor does without, and says so."""
     parts = parts_of(tensors(), 0, 1)
-    old = shared_ring(SlotFolder(shared), parts, rank=0, local_rank=0, restored=None)
+    old = shared_ring(SlotFolder(shared), parts, rank=0, local_rank=0, newest=None)
     with pytest.raises(OSError, match=r"0\.a: another rank lives from it"):
-        shared_ring(SlotFolder(shared), parts, rank=0, local_rank=0, restored=None)
+        shared_ring(SlotFolder(shared), parts, rank=0, local_rank=0, newest=None)
     old.close()
-    shared_ring(SlotFolder(shared), parts, rank=0, local_rank=0, restored=None).close()
+    shared_ring(SlotFolder(shared), parts, rank=0, local_rank=0, newest=None).close()
 
 
 def test_a_flipped_bit_in_memory_is_found_and_the_next_best_is_taken(
@@ -123,7 +123,7 @@ def test_a_flipped_bit_in_memory_is_found_and_the_next_best_is_taken(
 
 
 def test_copies_of_some_ranks_are_no_checkpoint(shared: Path, tmp_path: Path, group: dist.ProcessGroup) -> None:
-    ring = shared_ring(SlotFolder(shared), parts_of(tensors(), 1, 2), rank=1, local_rank=0, restored=None)
+    ring = shared_ring(SlotFolder(shared), parts_of(tensors(), 1, 2), rank=1, local_rank=0, newest=None)
     slot = ring.take(last_is_good=False, busy=False)
     slot.fill()
     slot.seal(about(5, world_size=2))
@@ -200,7 +200,7 @@ def test_without_room_in_shared_memory_there_is_the_disk_alone(tmp_path: Path, g
     parts = [Part("model.huge", huge, tuple(huge.shape), (0,))]
     environment = {"TIDEGATE_NODE": "node"}
     keeping = Keeping("huge", tmp_path, environment, in_memory=True)
-    ring, problem = keeping.ring(parts, Restored(None), group)
+    ring, problem = keeping.ring(parts, None, group)
     assert ring is None
     assert problem is not None
     assert "bytes wanted" in problem

@@ -53,7 +53,7 @@ def saves(shared: Path, disk: Path, kill_at: int, told: Any) -> None:
     kill = KillAt(kill_at or 1_000_000)
     with joined(30) as world:
         parts = parts_of(tensors(), 0, 1)
-        ring = shared_ring(SlotFolder(shared), parts, rank=0, local_rank=0, restored=None)
+        ring = shared_ring(SlotFolder(shared), parts, rank=0, local_rank=0, newest=None)
         saver = Saver(disk, parts, group=world.saving, generation=0, keep=1, ring=ring)
         for step in (1, 2, 3):
             for part, at in zip(parts, parts_of(tensors(step), 0, 1), strict=True):

@@ -33,7 +33,7 @@ class Node:
     def __init__(self, root: Path, name: str, rank: int) -> None:
         self.name, self.folder, self.rank = name, root / "run" / name, rank
         self.parts = parts_of(tensors(), rank, 2)
-        self.ring: Ring = shared_ring(SlotFolder(self.folder), self.parts, rank=rank, local_rank=0, restored=None)
+        self.ring: Ring = shared_ring(SlotFolder(self.folder), self.parts, rank=rank, local_rank=0, newest=None)
         self.server = ShelfServer(self.folder, SECRET, "127.0.0.1")
         self.buddy = Buddy(self.folder, name, SECRET)
 

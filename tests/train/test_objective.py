@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import pytest
 import torch
+from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
 from tidegate.train.config import ImageSpec, ObjectiveSpec, OptimizerSpec
 from tidegate.train.model import positions, to_pixels, to_tokens
-from tidegate.train.objective import draw, loss_sum, mix, times_of
+from tidegate.train.objective import draw, loss_sum, mix, shift_of, times_of, without_caption
 from tidegate.train.optim import decays, learning_rate
 from tidegate.train.sample import grid
 
@@ -44,6 +48,39 @@ def test_the_shift_of_krea_2() -> None:
     assert grid(4, 1.0) == [1, 0.75, 0.5, 0.25, 0]
     middle = times_of(torch.zeros(1), ObjectiveSpec(shift=3.0))
     assert float(middle) == pytest.approx(0.75)
+
+
+@pytest.mark.parametrize(
+    ("side", "shift"), [(256, 1.65), (512, 1.79), (768, 2.05), (1024, 2.47), (1280, 3.16)], ids=str
+)
+def test_the_shift_grows_with_the_resolution(side: int, shift: float) -> None:
+    """krea2.md 2.6, and diffusers' own function."""
+    tokens = (side // 16) ** 2
+    assert shift_of("resolution", tokens) == pytest.approx(shift, abs=0.006)
+    mu = calculate_shift(tokens, 256, 6400, 0.5, 1.15)
+    assert shift_of("resolution", tokens) == pytest.approx(math.exp(mu))
+    assert shift_of(2.5, tokens) == 2.5
+    spec = ObjectiveSpec(shift="resolution")
+    assert float(times_of(torch.zeros(1), spec, shift_of("resolution", tokens))) == pytest.approx(
+        shift / (1 + shift), abs=1e-3
+    )
+
+
+def test_captions_are_dropped_by_step_and_place_alone() -> None:
+    """So at any world size the same samples are without; and about as many as asked for."""
+    found = [without_caption(3, step, range(64), 0.1) for step in range(50)]
+    assert found[7] == without_caption(3, 7, range(40), 0.1) + without_caption(3, 7, range(40, 64), 0.1)
+    assert found[7] != found[8]
+    assert found[7] != without_caption(4, 7, range(64), 0.1)
+    assert sum(map(sum, found)) / 3200 == pytest.approx(0.1, abs=0.02)
+    assert not any(without_caption(3, 7, range(64), 0.0))
+
+
+def test_dropping_captions_leaves_noise_and_times_alone() -> None:
+    """Each has its own stream."""
+    noise, _ = draw(3, 17, range(1), (4, 4), SPEC)
+    first = np.random.Generator(np.random.Philox(key=3, counter=[0, 1, 0, 17])).standard_normal(dtype=np.float32)
+    assert not np.isclose(noise.numpy(), first).any()
 
 
 def test_the_line_from_image_to_noise_and_its_velocity() -> None:

@@ -19,7 +19,8 @@ from tidegate.checkpoint.folders import folder_of
 from tidegate.checkpoint.layout import Part
 from tidegate.checkpoint.restore import Checkpoint, full_model_weights, newest_good, restore, verified
 from tidegate.checkpoint.tiers import Candidate, Disk
-from tidegate.data.loader import Batch, Dataset
+from tidegate.data.dataset import Dataset
+from tidegate.data.loader import Batch
 from tidegate.data.order import order
 from tidegate.data.prepare import prepare
 from tidegate.errors import CheckpointError
@@ -51,7 +52,8 @@ def unbroken(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_an_unbroken_run_learns_and_records(unbroken: Path) -> None:
     seen = lines(unbroken, "metrics.jsonl")
     assert [line["step"] for line in seen] == list(range(1, 13))
-    assert set(seen[0]) == {"at_s", "step", "loss", "world_size", "generation", "step_s", "grad_norm"}
+    speed = {"step_s", "input_s", "images_per_s", "tflops", "mfu"}
+    assert set(seen[0]) == {"at_s", "step", "loss", "world_size", "generation", "grad_norm", "rate", *speed}
     assert seen[-1]["loss"] < seen[0]["loss"]
     commits = lines(unbroken, "checkpoints.jsonl")
     assert [line["step"] for line in commits] == [3, 6, 9, 12]
@@ -149,7 +151,7 @@ def poisoned(
         records = Records(run_dir, writes=rank == 0, world_size=2, generation=generation, log_every_steps=100)
         images = Dataset(data, width=4, height=4, channels=1)
         with records:
-            Poisoned(config, images, run_dir, NullProgress(), world, generation, records).go()
+            Poisoned(config, [images], run_dir, NullProgress(), world, generation, records).go()
 
 
 GUARDED = tiny_run(guard={"spike_window_steps": 3, "rollbacks_max": 1}, checkpoint={"every_steps": 3, "keep": 9})

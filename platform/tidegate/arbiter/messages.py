@@ -265,6 +265,9 @@ class GangReport:
     pids: tuple[int | None, ...] = ()
     """Process of each rank on its node; None while it starts."""
     loss: float | None = None
+    images_per_s: float | None = None
+    mfu: float | None = None
+    """Model FLOPs utilisation."""
     committed_step: int = -1
     """Newest step that is safe in a checkpoint; -1 for none."""
     committed_at_s: float | None = None

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from tidegate.checkpoint.files import sync_folder, write_synced
 from tidegate.checkpoint.layout import Part, file_name
 from tidegate.checkpoint.manifest import MANIFEST, Manifest, ShardSeen, folder_name, parse_name
-from tidegate.checkpoint.retention import Seen, doomed
+from tidegate.checkpoint.retention import PINNED, Seen, doomed
 from tidegate.checkpoint.ring import Ring
 from tidegate.checkpoint.slots import Slot
 from tidegate.checkpoint.writer import Writer
@@ -229,7 +229,11 @@ class Saver:
     def _retire(self, keep: int) -> None:
         here = [(parse_name(path.name), path) for path in self._checkpoints.iterdir()]
         paths = {
-            Seen(*name, good=path.name not in self._rotten and (path / MANIFEST).exists()): path
+            Seen(
+                *name,
+                good=path.name not in self._rotten and (path / MANIFEST).exists(),
+                pinned=(path / PINNED).exists(),
+            ): path
             for name, path in here
             if name is not None
         }

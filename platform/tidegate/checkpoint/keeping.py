@@ -12,10 +12,9 @@ from tidegate.checkpoint.disk import Saver, WhenLate
 from tidegate.checkpoint.folders import SHARED_MEMORY, SHELF_SECRET, SHELVES, SlotFolder, folder_of, remove_leftovers
 from tidegate.checkpoint.layout import Part
 from tidegate.checkpoint.memory import LocalShelf, Memory
-from tidegate.checkpoint.restore import Restored
 from tidegate.checkpoint.ring import Ring, shared_ring
 from tidegate.checkpoint.shelf import RemoteShelf
-from tidegate.checkpoint.tiers import Disk, Tier
+from tidegate.checkpoint.tiers import Candidate, Disk, Tier
 
 
 class Keeping:
@@ -40,32 +39,34 @@ class Keeping:
     def saver(
         self,
         parts: Sequence[Part],
-        restored: Restored,
         *,
         group: dist.ProcessGroup,
         generation: int,
         keep: int,
+        newest: Candidate | None = None,
+        rotten: frozenset[str] = frozenset(),
         when_late: WhenLate = "wait",
     ) -> tuple[Saver, str | None]:
         """The saver, and why there are no copies in shared memory though there should be. To be called by all ranks:
-        where one of them has no room, none keeps any."""
+        where one of them has no room, none keeps any. `newest`: the run's newest checkpoint; its copy is changed last.
+        `rotten`: names of those on disk that did not verify."""
         ring, problem = None, None
         if self._folder is not None:
-            ring, problem = self.ring(parts, restored, group)
+            ring, problem = self.ring(parts, newest, group)
         saver = Saver(
             self.checkpoints,
             parts,
             group=group,
             generation=generation,
             keep=keep,
-            rotten=restored.rotten("disk"),
+            rotten=rotten,
             ring=ring,
             when_late=when_late,
         )
         return saver, problem
 
     def ring(
-        self, parts: Sequence[Part], restored: Restored, group: dist.ProcessGroup
+        self, parts: Sequence[Part], newest: Candidate | None, group: dist.ProcessGroup
     ) -> tuple[Ring | None, str | None]:
         """Copies in turn, or why not; the same on all ranks."""
         assert self._folder is not None
@@ -78,7 +79,7 @@ class Keeping:
                 parts,
                 rank=dist.get_rank(group),
                 local_rank=self._local_rank,
-                restored=restored.candidate if restored.tier == Memory.label else None,
+                newest=newest,
             )
         except OSError as error:
             problem = f"rank {dist.get_rank(group)}: {error.strerror}"

@@ -52,9 +52,9 @@ class Ring:
 
 
 def shared_ring(
-    folder: SlotFolder, parts: Sequence[Part], *, rank: int, local_rank: int, restored: Candidate | None
+    folder: SlotFolder, parts: Sequence[Part], *, rank: int, local_rank: int, newest: Candidate | None
 ) -> Ring:
-    """Two copies in `folder`, of which the one that `restored` was read from is changed last.
+    """Two copies in `folder`, of which the one that holds `newest` is changed last.
 
     Raises:
         OSError: shared memory has no room for them, or cannot be used.
@@ -65,7 +65,7 @@ def shared_ring(
     if problem is not None:
         raise OSError(errno.ENOSPC, problem)
     found = {path: Candidate(about.step, about.generation) for path, about in folder.sealed().items()}
-    good = next((index for index, path in enumerate(paths) if restored and found.get(path) == restored), None)
+    good = next((index for index, path in enumerate(paths) if newest and found.get(path) == newest), None)
 
     def opened(index: int) -> Slot:
         return Slot(parts, rank, Path(paths[index]))

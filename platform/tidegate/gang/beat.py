@@ -13,8 +13,10 @@ from tidegate.gang.plan import RankBeat
 from tidegate.processes import state_of
 from tidegate.train.progress import Phase
 
-FIELDS = 9
-_STEP, _PHASE, _MOVED_AT_S, _MOVED_STEADY_S, _LOSS, _COMMITTED, _STOP, _FIRST_STEP, _FIRST_AT_S = range(FIELDS)
+FIELDS = 11
+_STEP, _PHASE, _MOVED_AT_S, _MOVED_STEADY_S, _LOSS, _COMMITTED, _STOP, _FIRST_STEP, _FIRST_AT_S, _SPEED, _MFU = range(
+    FIELDS
+)
 _PHASES = tuple(Phase)
 
 
@@ -22,6 +24,7 @@ def clear(cells: MutableSequence[float]) -> None:
     """Before a rank starts."""
     cells[_STEP], cells[_COMMITTED], cells[_LOSS], cells[_STOP] = -1.0, -1.0, math.nan, 0.0
     cells[_FIRST_STEP], cells[_FIRST_AT_S] = -1.0, 0.0
+    cells[_SPEED], cells[_MFU] = math.nan, math.nan
     cells[_PHASE] = _PHASES.index(Phase.STARTING)
     cells[_MOVED_AT_S], cells[_MOVED_STEADY_S] = time.time(), time.monotonic()
 
@@ -31,7 +34,6 @@ def ask_to_stop(cells: MutableSequence[float]) -> None:
 
 
 def read(cells: MutableSequence[float], rank: int, pid: int, exit_code: int | None) -> RankBeat:
-    loss = cells[_LOSS]
     return RankBeat(
         rank=rank,
         pid=pid,
@@ -43,11 +45,17 @@ def read(cells: MutableSequence[float], rank: int, pid: int, exit_code: int | No
         # A steady clock: a step of the wall clock must not look like a hang.
         idle_s=time.monotonic() - cells[_MOVED_STEADY_S],
         progress_at_s=cells[_MOVED_AT_S],
-        loss=None if math.isnan(loss) else loss,
+        loss=_known(cells[_LOSS]),
+        images_per_s=_known(cells[_SPEED]),
+        mfu=_known(cells[_MFU]),
         committed_step=int(cells[_COMMITTED]),
         stopping=cells[_STOP] != 0.0,
         process_state=state_of(pid) if exit_code is None else "",
     )
+
+
+def _known(value: float) -> float | None:
+    return None if math.isnan(value) else value
 
 
 class SharedProgress:
@@ -67,6 +75,10 @@ class SharedProgress:
             self._cells[_FIRST_STEP] = step
         self._cells[_STEP] = step
         self._moved()
+
+    def speed(self, images_per_s: float, mfu: float | None) -> None:
+        self._cells[_SPEED] = images_per_s
+        self._cells[_MFU] = math.nan if mfu is None else mfu
 
     def committed(self, step: int) -> None:
         self._cells[_COMMITTED] = step

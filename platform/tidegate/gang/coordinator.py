@@ -37,7 +37,7 @@ from tidegate.gang.events import (
 )
 from tidegate.gang.host import end_host, find_host, start_host
 from tidegate.gang.kept import Kept, read_kept, same_to_keep, write_kept
-from tidegate.gang.order import RunOrder, RunStatus, clocks_problem, differences
+from tidegate.gang.order import RunOrder, RunStatus, accepts, clocks_problem, differences, mesh_problem
 from tidegate.gang.placing import away_from_head, is_ready, spare_nodes
 from tidegate.gang.plan import Formation, Member, Reply
 from tidegate.gang.report import Gauges, report_of, status_of
@@ -46,6 +46,7 @@ from tidegate.gang.states import advance
 from tidegate.gang.warm_node import start_warm
 from tidegate.ids import ClaimId, Generation, GpuId, NodeId, coordinator_name
 from tidegate.spec.policy import GangSpec
+from tidegate.train.mesh import together
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +101,7 @@ class Coordinator:
         # A job that is submitted while the arbiter restarts is not lost.
         arbiter = ArbiterClient(patience_s=BACK_WITHIN_S)
         spec = (await arbiter.policy()).gang
-        if problem := clocks_problem(spec, self._order.config):
+        if problem := clocks_problem(spec, self._order.config) or mesh_problem(self._order):
             raise RunRefusedError(self._run, problem)
         claim = await arbiter.claim(self._order.claim)
         self._keep(replace(self._kept, claim=claim, spec=spec))
@@ -217,6 +218,8 @@ class Coordinator:
             min_ranks=self._order.claim.min_gpus,
             max_ranks=self._order.claim.max_gpus,
             steps=self._order.config.steps,
+            accepts=accepts(self._order),
+            together=together(self._order.config.parallel),
             generation=self._generation,
         )
 

@@ -41,7 +41,9 @@ def plan_next(gang: Gang, why: str, now_s: float) -> Outcome:
         return waits, (note,)
     slots = slots_of(gang)
     if len(slots) < gang.min_ranks:
-        why = f"{len(slots)} GPUs are left, at least {gang.min_ranks} are needed; {why}"
+        left = sum(len(fit_gpus(gang, node)) for node in gang.nodes)
+        usable = f", of which the run's mesh can use {len(slots)}" if left > len(slots) else ""
+        why = f"{left} GPUs are left{usable}, at least {gang.min_ranks} are needed; {why}"
         short = replace(gang, status=Status.SHORT, short_since_s=now_s, formed_at_s=None, beats={}, reason=why)
         return short, (Note(kind="short", reason=why),)
     first = gang.members[slots[0].node]

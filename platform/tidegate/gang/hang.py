@@ -49,6 +49,8 @@ def phase_limit_s(phase: str, pace: Iterable[float], spec: GangSpec) -> float:
             return step_limit_s(pace, spec)
         case Phase.SAVING:
             return spec.save_deadline_s
+        case Phase.SAMPLING:
+            return spec.sample_deadline_s
         case Phase.EXPORTING:
             return spec.export_deadline_s
         case _:  # it starts again, or ends

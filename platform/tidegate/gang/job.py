@@ -31,7 +31,7 @@ REPLACE_DEADLINE_S = 10.0
 
 def follow_run(
     config: RunConfig,
-    data_dir: Path,
+    data_dir: str,
     run_dir: Path,
     *,
     max_gpus: int,
@@ -68,7 +68,7 @@ def follow_run(
         drain_deadline_s=drain_deadline_s,
         patience_s=patience_s,
     )
-    run = RunOrder(claim=claim, config=config, data_dir=str(data_dir), run_dir=str(run_dir))
+    run = RunOrder(claim=claim, config=config, data_dir=data_dir, run_dir=str(run_dir))
     off_head = asyncio.run(ArbiterClient(patience_s=BACK_WITHIN_S).policy()).gang.off_head
     coordinator = _coordinator(run, off_head)
     stop = threading.Event()

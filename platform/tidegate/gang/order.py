@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from tidegate.arbiter.messages import ClaimSpec
 from tidegate.spec.policy import GangSpec
 from tidegate.train.config import RunConfig
+from tidegate.train.mesh import accepted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,4 +60,24 @@ def clocks_problem(spec: GangSpec, config: RunConfig) -> str | None:
     return (
         f"timeout_s {config.timeout_s:g} of the run must be shorter than the policy's gang.start_deadline_s "
         f"{spec.start_deadline_s:g}: else a start that hangs is killed before its collective says where"
+    )
+
+
+def accepts(order: RunOrder) -> tuple[int, ...]:
+    """Numbers of ranks that the run can use, smallest first; empty where it can use any that it may get."""
+    sizes = accepted(order.config, order.claim.max_gpus)
+    return () if len(sizes) == order.claim.max_gpus else sizes
+
+
+def mesh_problem(order: RunOrder) -> str | None:
+    """Why no number of GPUs that the claim may get fits the run's mesh and batch, None if one does."""
+    claim, config = order.claim, order.config
+    sizes = accepted(config, claim.max_gpus)
+    if sizes and sizes[-1] >= claim.min_gpus:
+        return None
+    usable = f"at most {sizes[-1]}" if sizes else "none"
+    return (
+        f"of {claim.min_gpus} to {claim.max_gpus} GPUs the run can use {usable}: parallel is "
+        f"{config.parallel.replicate} × {config.parallel.shard} × {config.parallel.tensor} "
+        f"(replicate × shard × tensor), and each part of the batch needs a sample"
     )

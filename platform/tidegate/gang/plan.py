@@ -80,6 +80,10 @@ class RankBeat:
     loss: float | None
     committed_step: int
     """Newest checkpoint it knows of; -1 for none."""
+    images_per_s: float | None = None
+    """Of the whole run, in its newest step."""
+    mfu: float | None = None
+    """Share of the devices' peak; None where the peak is not known."""
     stopping: bool = False
     """It has been told to save and leave: by its agent, or by a SIGTERM."""
     process_state: str = ""

@@ -118,7 +118,7 @@ def rank_main(job: RankJob, cells: MutableSequence[float]) -> None:
 
     run(
         job.config,
-        Path(job.data_dir),
+        job.data_dir,
         Path(job.run_dir),
         SharedProgress(cells),
         generation=job.plan.generation,

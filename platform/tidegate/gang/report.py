@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from ray.util.metrics import Gauge
 
 from tidegate.arbiter.messages import GangPhase, GangReport
@@ -26,6 +28,8 @@ def report_of(gang: Gang, claim: ClaimId, now_s: float, *, over: bool) -> GangRe
         gpus=tuple(slot.gpu for slot in slots),
         pids=tuple(gang.beats[slot.rank].pid if slot.rank in gang.beats else None for slot in slots),
         loss=loss_of(gang),
+        images_per_s=_first(beat.images_per_s for beat in gang.beats.values()),
+        mfu=_first(beat.mfu for beat in gang.beats.values()),
         committed_step=gang.committed_step,
         committed_at_s=gang.committed_at_s,
         grant_generation=gang.grant.generation,
@@ -51,7 +55,11 @@ def status_of(gang: Gang | None, ended: tuple[str, str] | None, steps: int, *, o
 
 
 def loss_of(gang: Gang) -> float | None:
-    return next((beat.loss for beat in gang.beats.values() if beat.loss is not None), None)
+    return _first(beat.loss for beat in gang.beats.values())
+
+
+def _first(values: Iterable[float | None]) -> float | None:
+    return next((value for value in values if value is not None), None)
 
 
 class Gauges:
@@ -61,6 +69,10 @@ class Gauges:
         self._tags = {"run": run}
         self._step = Gauge("tidegate_train_step", "Steps done", tag_keys=("run",))
         self._loss = Gauge("tidegate_train_loss", "Loss of the newest step", tag_keys=("run",))
+        self._speed = Gauge(
+            "tidegate_train_images_per_second", "Images of the newest step by its time", tag_keys=("run",)
+        )
+        self._mfu = Gauge("tidegate_train_mfu_ratio", "Model FLOPs utilisation of the newest step", tag_keys=("run",))
         self._ranks = Gauge("tidegate_train_ranks", "Ranks of the present generation", tag_keys=("run",))
         self._generation = Gauge("tidegate_train_generation", "Fencing number of the gang", tag_keys=("run",))
 
@@ -70,3 +82,7 @@ class Gauges:
         self._generation.set(report.gang_generation, self._tags)
         if report.loss is not None:
             self._loss.set(report.loss, self._tags)
+        if report.images_per_s is not None:
+            self._speed.set(report.images_per_s, self._tags)
+        if report.mfu is not None:
+            self._mfu.set(report.mfu, self._tags)

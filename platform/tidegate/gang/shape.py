@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import groupby
+from operator import itemgetter
 
 from tidegate.arbiter.messages import GangPhase, Grant
 from tidegate.gang.events import LeaveAsked
@@ -72,6 +74,10 @@ class Gang:
     max_ranks: int
     steps: int
     """Of the whole run."""
+    accepts: tuple[int, ...] = ()
+    """Numbers of ranks that the run's mesh can be made of, smallest first; empty: any."""
+    together: tuple[int, ...] = (1,)
+    """Ranks of one node come in multiples of the first of these that the node has GPUs for, most first."""
     status: Status = Status.GATHERING
     generation: Generation = NO_GENERATION
     """Of the newest plan. It only rises, over grants too."""
@@ -157,11 +163,24 @@ def reply_to(gang: Gang, node: NodeId, agent: str) -> Reply:
 
 
 def slots_of(gang: Gang) -> tuple[Slot, ...]:
+    """As many ranks as the run can use, node by node; the rest of the GPUs is held and left alone."""
+    usable = [(node, gpu) for node in gang.nodes for gpu in _whole(gang, node)]
+    most = min(len(usable), gang.max_ranks)
+    if gang.accepts:
+        most = max((size for size in gang.accepts if size <= most), default=0)
     slots: list[Slot] = []
-    for node in gang.nodes:
-        for local_rank, gpu in enumerate(fit_gpus(gang, node)[: gang.max_ranks - len(slots)]):
+    for node, here in groupby(usable[:most], key=itemgetter(0)):
+        for local_rank, (_, gpu) in enumerate(here):
             slots.append(Slot(rank=len(slots), local_rank=local_rank, node=node, gpu=gpu))
     return tuple(slots)
+
+
+def _whole(gang: Gang, node: NodeId) -> tuple[GpuId, ...]:
+    """Fit GPUs of a node without those that no whole group is left for."""
+    granted = next((len(seen.gpus) for seen in gang.grant.nodes if seen.node == node), 0)
+    unit = next((unit for unit in gang.together if unit <= granted), 1)
+    fit = fit_gpus(gang, node)
+    return fit[: len(fit) // unit * unit]
 
 
 def fit_gpus(gang: Gang, node: NodeId) -> tuple[GpuId, ...]:

@@ -7,22 +7,37 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
 from PIL import Image
-from torch import nn
 
 from tidegate.errors import ModelRefusedError
 from tidegate.train.export import export_id, load_export
+from tidegate.train.pipeline import INDEX, Painter
 from tidegate.train.recipe import Recipe
 from tidegate.train.sample import sample
 
 
+class _Paint(Protocol):
+    """Images (B, H, W) or (B, H, W, C) uint8, one for each prompt and its seed."""
+
+    def __call__(
+        self,
+        prompts: Sequence[str],
+        seeds: Sequence[int],
+        *,
+        steps: int | None = None,
+        cancelled: Callable[[], bool] | None = None,
+    ) -> np.ndarray: ...
+
+
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    model: nn.Module
+    paint: _Paint
     recipe: Recipe
     export: str
 
@@ -63,7 +78,7 @@ class Engine:
         with self._working:
             loaded = self._loaded
             started_s = time.perf_counter()
-            pixels = sample(loaded.model, loaded.recipe, prompts, seeds, steps=steps, cancelled=cancelled)
+            pixels = loaded.paint(prompts, seeds, steps=steps, cancelled=cancelled)
             return tuple(_png(image) for image in pixels), time.perf_counter() - started_s
 
     def swap(self, folder: Path) -> None:
@@ -82,9 +97,15 @@ class Engine:
     def _load(self, folder: Path) -> _Loaded:
         export = export_id(folder)
         model, recipe = load_export(folder)
-        model = model.to(self._device)
-        sample(model, recipe, ["warm"], [0], steps=1)
-        return _Loaded(model, recipe, export)
+        if recipe.text.encoder == "bytes":
+            paint: _Paint = partial(sample, model.to(self._device), recipe)
+        elif (folder / INDEX).exists():
+            paint = Painter(folder, model, recipe, self._device)
+        else:
+            why = "has no text encoder and no autoencoder; export it with jobs/export_pipeline.py --parts"
+            raise ModelRefusedError(str(folder), why)
+        paint(["warm"], [0], steps=1)
+        return _Loaded(paint, recipe, export)
 
 
 def _png(pixels: np.ndarray) -> bytes:

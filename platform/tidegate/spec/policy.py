@@ -171,6 +171,8 @@ class GangSpec(Model):
     than the run's own `timeout_s`: a collective that gives up says which one it was, a killed rank doesn't."""
     save_deadline_s: Seconds = 600.0
     """How long a rank may stand still while it saves."""
+    sample_deadline_s: Seconds = 600.0
+    """How long a rank may stand still while it makes a grid of samples."""
     export_deadline_s: Seconds = 600.0
     """How long a rank may stand still while it exports the weights."""
     join_deadline_s: Seconds = 60.0
@@ -193,6 +195,7 @@ class GangSpec(Model):
             ("heartbeat_s", "hang_floor_s"),
             ("hang_floor_s", "start_deadline_s"),
             ("hang_floor_s", "save_deadline_s"),
+            ("hang_floor_s", "sample_deadline_s"),
             ("hang_floor_s", "export_deadline_s"),
             ("hang_floor_s", "join_deadline_s"),
             ("join_deadline_s", "coordinator_silent_after_s"),

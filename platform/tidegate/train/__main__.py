@@ -37,7 +37,7 @@ class StopOnSignal(NullProgress):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--data", type=Path, required=True, help="folder written by jobs/prepare_data.py")
+    parser.add_argument("--data", required=True, help="what jobs/prepare_data.py wrote: a folder or s3://bucket/path")
     parser.add_argument("--run-dir", type=Path, required=True, help="checkpoints, records and the export go here")
     parser.add_argument("--generation", type=int, default=0, help="raise it with every restart")
     args = parser.parse_args()

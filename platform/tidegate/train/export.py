@@ -2,6 +2,8 @@
 
 transformer/config.json, transformer/*.safetensors   as `Krea2Transformer2DModel.from_pretrained` reads them
 recipe.json                                           how to sample from them
+model_index.json, scheduler/, text_encoder/, …        where a network of latents has the parts it needs beside it:
+                                                      a whole pipeline for `DiffusionPipeline.from_pretrained`
 manifest.json                                         sizes and hashes of the others; no manifest, no export
 """
 
@@ -28,6 +30,7 @@ from tidegate.errors import ModelRefusedError
 from tidegate.spec.policy import Model
 from tidegate.train.config import ModelSpec
 from tidegate.train.model import build
+from tidegate.train.pipeline import put_parts
 from tidegate.train.recipe import Recipe
 
 MANIFEST = "manifest.json"
@@ -45,14 +48,22 @@ class ExportManifest(Model):
 
 
 def write_export(
-    folder: Path, model_config: ModelSpec, state_dict: Mapping[str, Tensor], recipe: Recipe, *, run: str, step: int
+    folder: Path,
+    model_config: ModelSpec,
+    state_dict: Mapping[str, Tensor],
+    recipe: Recipe,
+    *,
+    run: str,
+    step: int,
+    parts: Path | None = None,
 ) -> None:
     """Write the export at `folder`, whole or not at all: staged beside it, synced to disk, renamed into place.
 
     An export that stands there already is replaced. `state_dict` holds full (not sharded) tensors under the
-    network's own names.
+    network's own names. `parts`: a `Krea2Pipeline`'s folder whose other parts the export gets (`put_parts`).
 
     Raises:
+        ConfigError: the parts don't fit.
         RuntimeError: `state_dict` misses a tensor of the network, or has one too many (torch names it).
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -62,6 +73,8 @@ def write_export(
             network = build(model_config)
         network.load_state_dict(dict(state_dict), strict=True, assign=True)
         network.save_pretrained(staged / WEIGHTS)
+        if parts is not None:
+            put_parts(staged, parts, model_config, recipe)
         (staged / RECIPE).write_text(recipe.model_dump_json(indent=2) + "\n", encoding="utf-8")
         manifest = ExportManifest(run=run, step=step, files=folder_files(staged))
         sync_tree(staged)
@@ -101,7 +114,7 @@ def load_export(folder: Path) -> tuple[Krea2Transformer2DModel, Recipe]:
     except (ValidationError, ValueError) as error:
         raise ModelRefusedError(str(folder), f"{RECIPE} or config.json: {error}") from None
     weights: dict[str, Tensor] = {}
-    for name in sorted(name for name in listed if name.endswith(".safetensors")):
+    for name in sorted(name for name in listed if name.startswith(WEIGHTS) and name.endswith(".safetensors")):
         try:
             weights.update(load_file(folder / name))
         except SafetensorError as error:

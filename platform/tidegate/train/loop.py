@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
+import gc
 import os
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,26 +18,32 @@ from tidegate.checkpoint.keeping import Keeping
 from tidegate.checkpoint.layout import Part
 from tidegate.checkpoint.manifest import Manifest
 from tidegate.checkpoint.restore import MODEL, Restored, restore
-from tidegate.checkpoint.tiers import Disk
+from tidegate.checkpoint.tiers import Candidate, Disk
 from tidegate.checkpoint.turns import due
-from tidegate.data.loader import Batch, Dataset, Loader
-from tidegate.data.order import order
-from tidegate.data.text import ByteText
+from tidegate.data.dataset import Dataset
+from tidegate.data.loader import Batch, Loader
 from tidegate.errors import CheckpointError, DataError, DivergedError
+from tidegate.train import level
 from tidegate.train.config import RunConfig
 from tidegate.train.export import write_export
+from tidegate.train.grids import sample_grid
 from tidegate.train.guard import Do, Guarded, Ruling, judge
-from tidegate.train.model import positions, seeded, to_tokens, velocity
-from tidegate.train.objective import draw, loss_sum, mix
+from tidegate.train.inputs import dataset_of
+from tidegate.train.learning import Lesson, Verdict, agreed
+from tidegate.train.network import grown
 from tidegate.train.optim import adamw, learning_rate
-from tidegate.train.parallel import World, joined, split, whole_weights
+from tidegate.train.parallel import World, joined, shards_of, whole_weights
+from tidegate.train.pieces import how_many, pieces
+from tidegate.train.pinning import warn_and_pin
 from tidegate.train.progress import Phase, Progress
 from tidegate.train.recipe import Recipe
 from tidegate.train.records import Records
+from tidegate.train.stages import Stage, stage_at, stages
+from tidegate.train.telemetry import Meter, Timed, memory_bytes
 
 
-def run(config: RunConfig, data_dir: Path, run_dir: Path, progress: Progress, *, generation: int = 0) -> None:
-    """Train to `config.steps` from the newest good checkpoint in `run_dir`, then write `run_dir/export`.
+def run(config: RunConfig, data_dir: str | Path, run_dir: Path, progress: Progress, *, generation: int = 0) -> None:
+    """Train through all stages from the newest good checkpoint in `run_dir`, then write `run_dir/export`.
 
     Rank and world size come from torchrun's environment variables. A run that is told to stop saves, and returns
     without an export; called again it goes on from there. From a checkpoint of the last step it goes straight to the
@@ -44,42 +51,31 @@ def run(config: RunConfig, data_dir: Path, run_dir: Path, progress: Progress, *,
 
     Raises:
         DataError: no data, or not what the config says.
+        ConfigError: so many ranks, or this machine, can't do what the config says.
         CheckpointError: the last save failed (the weights are exported all the same), or a checkpoint is of another
             network.
         DivergedError: the loss has gone wrong more often than the guard allows.
     """
+    progress = Timed(progress)
     progress.phase(Phase.STARTING)
     torch.set_num_threads(config.threads_per_rank)
-    image = config.image
-    data = Dataset(data_dir, width=image.width, height=image.height, channels=image.channels)
+    datasets = [dataset_of(config, stage, data_dir) for stage in stages(config)]
     progress.phase(Phase.RENDEZVOUS)
-    with joined(config.timeout_s) as world:
-        if config.global_batch < world.size:
-            raise DataError(f"global_batch {config.global_batch} is less than {world.size} ranks\nhint: raise it")
+    with joined(config.timeout_s, config.parallel) as world:
+        for stage in stages(config):
+            if stage.global_batch < world.data_size:
+                few = f"global_batch {stage.global_batch} of stage {stage.name} is less than {world.data_size} ranks"
+                raise DataError(f"{few}\nhint: raise it")
         with Records(
             run_dir,
             writes=world.rank == 0,
             world_size=world.size,
             generation=generation,
             log_every_steps=config.log_every_steps,
+            tensorboard=config.tensorboard,
         ) as records:
-            Run(config, data, run_dir, progress, world, generation, records).go()
+            Run(config, datasets, run_dir, progress, world, generation, records).go()
     progress.phase(Phase.DONE)
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What all ranks know after a step's gradients: one all-reduce."""
-
-    loss: float
-    grad_norm: float
-    stop: bool
-    bad_ranks: tuple[int, ...]
-    """Those whose own loss was not finite."""
-
-    @property
-    def finite(self) -> bool:
-        return not self.bad_ranks and math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
 class Run:
@@ -88,40 +84,84 @@ class Run:
     def __init__(
         self,
         config: RunConfig,
-        data: Dataset,
+        datasets: Sequence[Dataset],
         run_dir: Path,
         progress: Progress,
         world: World,
         generation: int,
         records: Records,
     ) -> None:
-        self.config, self.data, self.progress, self.world, self.records = config, data, progress, world, records
+        """`datasets`: one for each stage."""
+        self.config, self.datasets, self.world, self.records = config, datasets, world, records
+        self.progress = progress if isinstance(progress, Timed) else Timed(progress)
         self.run_dir, self.generation = run_dir, generation
-        self.network = seeded(config.model, config.seed)
-        self.shards = split(self.network, world)
-        self.parameters = list(self.network.parameters())
-        """Of the whole network: also those of which this rank owns nothing."""
-        self.optimizer = adamw(self.shards, config.optimizer)
-        self.text = ByteText(config.text.length, config.text.width, config.text.seed)
-        self.places = positions(config.text.length, config.image).to(world.device)
+        self.stages = stages(config)
         self.step = self.updates = 0
         """Steps done, and those of them that changed the weights."""
-        self.guarded = Guarded()
+        self.guarded, self.level = Guarded(), level.Level()
         self.saved_step = -1
         """Step of the newest save that was started or restored."""
+        self._shape(self.stages[0])
+        self._enter(self.stages[0])
+
+    def _shape(self, stage: Stage) -> None:
+        """Fresh weights and moments, made for `stage`."""
+        self.network = grown(self.config, stage, self.world)
+        self.shards = shards_of(self.network, self.world)
+        self.parameters = list(self.network.parameters())
+        """Of the whole network: also those of which this rank holds nothing."""
+        self.optimizer = adamw(self.shards, self.config.optimizer)
+        self.shaped_for = _shape_of(stage)
+
+    def _enter(self, stage: Stage) -> None:
+        """What holds in `stage`, with the weights and moments that there are."""
+        if _shape_of(stage) != self.shaped_for:
+            carried = [part.local.cpu() for part in self._parts(all_copies=True)]
+            del self.network, self.shards, self.parameters, self.optimizer
+            gc.collect()  # a split network is full of cycles, and there is no room for two
+            self._shape(stage)
+            for part, tensor in zip(self._parts(all_copies=True), carried, strict=True):
+                part.local.copy_(tensor)
+            self._count_updates()
+        self.stage, self.data = stage, self.datasets[stage.number]
+        self.lesson = Lesson(self.config, stage, self.data, self.world.device)
+        self.meter = Meter(self.config, stage, self.world)
 
     def go(self) -> None:
         self.progress.phase(Phase.RESTORING)
-        spec = self.config.checkpoint
-        keeping = Keeping(self.config.name, self.run_dir, os.environ, in_memory=spec.ram_every_steps is not None)
-        restored = restore(keeping.tiers(), self._parts(), self.world.saving)
+        in_memory = self.config.checkpoint.ram_every_steps is not None
+        keeping = Keeping(self.config.name, self.run_dir, os.environ, in_memory=in_memory)
+        restored = restore(keeping.tiers(), self._parts(all_copies=True), self.world.saving)
         self._resume(restored)
+        newest = restored.candidate
+        while True:
+            self._enter(stage_at(self.stages, self.step))
+            stopped, failure = self._go_through_stage(keeping, newest, restored.rotten("disk"))
+            if stopped or self.step >= self.config.steps:
+                break
+            self.records.event("stage", step=self.step, name=stage_at(self.stages, self.step).name)
+            # Another stage has other losses: what is usual in it is learnt anew.
+            self.guarded, self.level = Guarded(rollbacks=self.guarded.rollbacks), level.Level()
+            newest = Candidate(self.step, self.generation)
+        if failure is None:
+            keeping.forget()
+        if not stopped:
+            self._export()
+        if failure is not None:
+            raise CheckpointError(f"the last save, of step {self.step}, failed: {failure}")
+
+    def _go_through_stage(
+        self, keeping: Keeping, newest: Candidate | None, rotten: frozenset[str]
+    ) -> tuple[bool, str | None]:
+        """Whether the run was stopped in it, and why the stage's last save failed."""
+        spec = self.config.checkpoint
         saver, problem = keeping.saver(
             self._parts(),
-            restored,
             group=self.world.saving,
             generation=self.generation,
             keep=spec.keep,
+            newest=newest,
+            rotten=rotten,
             when_late=spec.when_late,
         )
         if problem is not None:
@@ -131,33 +171,29 @@ class Run:
             failure = self._last_save(saver)
         finally:
             saver.close()
-        if failure is None:
-            keeping.forget()
-        if not stopped:
-            self._export()
-        if failure is not None:
-            raise CheckpointError(f"the last save, of step {self.step}, failed: {failure}")
+        return stopped, failure
 
     # Steps
 
     def _train(self, saver: Saver) -> bool:
-        """Train to the last step, or to the one at which a rank is told to stop; whether it was that."""
+        """Train to the stage's last step, or to the one at which a rank is told to stop; whether it was that."""
+        stage = self.stage
         self.progress.phase(Phase.STEPPING)
         with Loader(
             self.data,
-            seed=self.config.seed,
-            global_batch=self.config.global_batch,
-            rank=self.world.rank,
-            world_size=self.world.size,
-            start_step=self.step,
-            end_step=self.config.steps,
+            seed=stage.data_seed(self.config.seed),
+            global_batch=stage.global_batch,
+            rank=self.world.data_rank,
+            world_size=self.world.data_size,
+            start_step=self.step - stage.begins,
+            end_step=stage.ends - stage.begins,
         ) as batches:
+            waits_since_s = time.perf_counter()
             for batch in batches:
-                began = time.perf_counter()
+                began_s = time.perf_counter()
                 verdict, ruling = self._one(batch)
                 self.step += 1
-                self.records.step(self.step, verdict.loss, verdict.grad_norm, time.perf_counter() - began)
-                self.progress.stepped(self.step, verdict.loss)
+                self._tell(verdict, step_s=time.perf_counter() - began_s, input_s=began_s - waits_since_s)
                 self._settle(saver.poll())
                 if ruling.do is Do.GIVE_UP:
                     raise DivergedError(self.step, ruling.reason)
@@ -167,19 +203,32 @@ class Run:
                     return self.step < self.config.steps
                 if self.saved_step != self.step:
                     self._save_what_is_due(saver)
+                if self.config.sample.every_steps and self.step % self.config.sample.every_steps == 0:
+                    self._sample()
+                waits_since_s = time.perf_counter()
         return False
 
     def _one(self, batch: Batch) -> tuple[Verdict, Ruling]:
-        rate = learning_rate(self.step, self.config.steps, self.config.optimizer)
-        loss = self._loss(batch)
+        count = how_many(self.stage.global_batch, self.world.data_size, self.stage.micro_batch)
         # FSDP averages gradients over ranks; scaled like this their average is the global batch's mean gradient,
         # whatever each rank's share.
-        torch.autograd.backward(loss * (self.world.size / self.config.global_batch))
+        scale = self.world.data_size / self.stage.global_batch
+        total: Tensor | None = None
+        for number, (piece, counts) in enumerate(pieces(batch, count), 1):
+            if self.world.shape.replicate > 1:
+                self.network.set_requires_all_reduce(number == count)  # replicas meet once a step
+            loss = self._loss(piece)
+            if not counts:
+                loss = loss * 0
+            torch.autograd.backward(loss * scale)
+            total = loss.detach() if total is None else total + loss.detach()
+        assert total is not None
         gradients = [shard.gradient for shard in self.shards]
-        verdict = self._agreed(loss.detach(), gradients)
+        batch_size, stop = self.stage.global_batch, self.progress.stop_requested()
+        verdict = agreed(self.world, self.shards, gradients, total, global_batch=batch_size, stop=stop)
         self.guarded, ruling = judge(self.guarded, self.config.guard, verdict.loss, finite=verdict.finite)
         if ruling.do is Do.GO:
-            self._update(gradients, rate, verdict.grad_norm)
+            self._update(gradients, verdict.grad_norm)
         if not verdict.finite:
             samples = self._samples(self.step)
             self.records.skipped_step(self.step + 1, verdict.loss, verdict.grad_norm, verdict.bad_ranks, samples)
@@ -187,54 +236,65 @@ class Run:
             parameter.grad = None
         return verdict, ruling
 
+    def _tell(self, verdict: Verdict, *, step_s: float, input_s: float) -> None:
+        pace = self.meter.pace(step_s + input_s)
+        self.records.step(
+            self.step,
+            verdict.loss,
+            verdict.grad_norm,
+            rate=self._rate(self.step - 1),
+            step_s=step_s,
+            input_s=input_s,
+            pace=pace,
+            more=lambda: {"memory_bytes": memory_bytes(self.world.device), "phases_s": self.progress.seconds()},
+        )
+        self.progress.stepped(self.step, verdict.loss)
+        self.progress.speed(pace.images_per_s, pace.mfu)
+        if verdict.finite:
+            self.level, shift = level.watch(self.level, self.config.guard, self.step, verdict.loss)
+            if shift is not None and self.world.rank == 0:
+                warn_and_pin(self.run_dir / "checkpoints", self.step, shift, self.records)
+
+    def _sample(self) -> None:
+        self.progress.phase(Phase.SAMPLING)
+        how = self.config.sample
+        recipe = Recipe.of(self.config).model_copy(update={"image": self.stage.image})
+        picture = sample_grid(self.network, recipe, how.prompts, how.seed, self.world)
+        if picture is not None:
+            self.records.picture(self.step, picture)
+        self.progress.phase(Phase.STEPPING)
+
     def _samples(self, step: int) -> list[int]:
         """Ids of the global batch of `step`, counted from 0."""
-        ids = order(self.config.seed, step, self.config.global_batch, len(self.data))
-        return [int(sample) for sample in ids]
+        stage, seed = self.stage, self.stage.data_seed(self.config.seed)
+        return [int(sample) for sample in self.data.ids(seed, step - stage.begins, stage.global_batch)]
 
     def _loss(self, batch: Batch) -> Tensor:
-        """Sum of the losses of this rank's samples."""
-        device = self.world.device
-        image = to_tokens(batch.pixels, self.config.image.patch)
-        noise, times = draw(self.config.seed, batch.step, batch.positions, image.shape[1:], self.config.objective)
-        states, mask = self.text.encode(batch.captions)
-        image, noise, times, states, mask = (part.to(device) for part in (image, noise, times, states, mask))
-        guess = velocity(self.network, mix(image, noise, times), states, mask, times, self.places)
-        return loss_sum(guess, image, noise)
+        """Sum of the losses of these samples."""
+        return self.lesson.loss(self.network, batch)
 
-    def _agreed(self, loss: Tensor, gradients: list[Tensor]) -> Verdict:
-        """Sum [loss, squared gradient norm, stop, one flag a rank] over ranks, the step's only message of ours."""
-        facts = torch.zeros(3 + self.world.size, dtype=torch.float32, device=self.world.device)
-        facts[0] = loss
-        if gradients:
-            facts[1] = torch.stack(torch._foreach_norm(gradients)).square().sum()
-        facts[2] = float(self.progress.stop_requested())
-        facts[3 + self.world.rank] = float(not torch.isfinite(loss))
-        dist.all_reduce(facts)
-        total, squares, stop, *bad = facts.tolist()
-        return Verdict(
-            loss=total / self.config.global_batch,
-            grad_norm=math.sqrt(squares) if squares >= 0 else math.nan,
-            stop=stop > 0,
-            bad_ranks=tuple(rank for rank, flag in enumerate(bad) if flag),
-        )
-
-    def _update(self, gradients: list[Tensor], rate: float, grad_norm: float) -> None:
+    def _update(self, gradients: list[Tensor], grad_norm: float) -> None:
         clip = self.config.optimizer.clip_norm
         if gradients and grad_norm > clip:
             torch._foreach_mul_(gradients, clip / grad_norm)
         for shard, gradient in zip(self.shards, gradients, strict=True):
             shard.local.grad = gradient
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = self._rate(self.step)
         self.optimizer.step()
         self.updates += 1
 
+    def _rate(self, step: int) -> float:
+        return learning_rate(step, self.config.steps, self.config.optimizer)
+
     # Checkpoints
 
-    def _parts(self) -> list[Part]:
+    def _parts(self, *, all_copies: bool = False) -> list[Part]:
+        """What this rank saves: where several hold the same, one of them does. With `all_copies`: all that it holds."""
         parts = []
         for shard in self.shards:
+            if not (shard.saves or all_copies):
+                continue
             moments = self.optimizer.state[shard.local]
             tensors = {MODEL: shard.local, "exp_avg.": moments["exp_avg"], "exp_avg_sq.": moments["exp_avg_sq"]}
             parts += [Part(kind + shard.name, tensor, shard.shape, shard.offsets) for kind, tensor in tensors.items()]
@@ -243,32 +303,26 @@ class Run:
     def _resume(self, restored: Restored) -> None:
         for skipped in restored.skipped:
             self.records.event("checkpoint_skipped", checkpoint=skipped.name, tier=skipped.tier, reason=skipped.why)
-        if restored.touched:
-            self._begin_again()
+        if restored.touched:  # a rotten checkpoint has left its traces, and there is no other
+            self._shape(self.stages[0])
         manifest = restored.manifest
         if manifest is None:
             return
-        self._count(manifest)
+        self.updates = manifest.updates
+        self._count_updates()
         self.step = self.saved_step = manifest.step
         self.guarded = Guarded(rollbacks=manifest.rollbacks)
         took = {"seconds": round(restored.seconds, 6), "bytes": restored.bytes}
         self.records.event("restored", checkpoint=restored.name, step=manifest.step, tier=restored.tier, **took)
-        now = {"seed": self.config.seed, "global_batch": self.config.global_batch, "dataset": self.data.fingerprint}
+        before = stage_at(self.stages, max(0, self.step - 1))  # the one that made it
+        dataset = self.datasets[before.number].fingerprint
+        now = {"seed": self.config.seed, "global_batch": before.global_batch, "dataset": dataset}
         for name, value in now.items():
             if getattr(manifest, name) != value:
                 reason = f"{name} was {getattr(manifest, name)}, is {value}: samples may repeat or be left out"
                 self.records.event("resumed_differently", reason=reason)
 
-    def _begin_again(self) -> None:
-        """A checkpoint that turned out rotten has left its traces, and there is no other."""
-        fresh = split(seeded(self.config.model, self.config.seed), self.world)
-        for shard, first in zip(self.shards, fresh, strict=True):
-            shard.local.copy_(first.local)
-            for name in ("exp_avg", "exp_avg_sq"):
-                self.optimizer.state[shard.local][name].zero_()
-
-    def _count(self, manifest: Manifest) -> None:
-        self.updates = manifest.updates
+    def _count_updates(self) -> None:
         for shard in self.shards:
             self.optimizer.state[shard.local]["step"].fill_(self.updates)
 
@@ -278,10 +332,12 @@ class Run:
         self.progress.phase(Phase.RESTORING)
         self._settle(saver.finish())  # one in flight may be the newest
         # Not from memory: copies there are so frequent that they may be from within the spike.
-        restored = restore([Disk(self.run_dir / "checkpoints")], self._parts(), self.world.saving)
+        disk = Disk(self.run_dir / "checkpoints")
+        restored = restore([disk], self._parts(all_copies=True), self.world.saving)
         if restored.manifest is None:
             raise DivergedError(self.step, f"{reason}, and there is no checkpoint to go back to")
-        self._count(restored.manifest)
+        self.updates = restored.manifest.updates
+        self._count_updates()
         samples = self._samples(self.step - 1)
         self.records.event("rolled_back", step=self.step, checkpoint=restored.name, reason=reason, samples=samples)
         self._save(saver)
@@ -301,7 +357,7 @@ class Run:
             updates=self.updates,
             rollbacks=self.guarded.rollbacks,
             seed=self.config.seed,
-            global_batch=self.config.global_batch,
+            global_batch=self.stage.global_batch,
             dataset=self.data.fingerprint,
             world_size=self.world.size,
         )
@@ -341,10 +397,15 @@ class Run:
 
     def _export(self) -> None:
         self.progress.phase(Phase.EXPORTING)
-        weights = whole_weights(self.network)
+        weights = whole_weights(self.network, keep=self.world.rank == 0)
         if self.world.rank == 0:
             recipe = Recipe.of(self.config)
             folder = self.run_dir / "export"
             write_export(folder, self.config.model, weights, recipe, run=self.config.name, step=self.step)
             self.records.event("exported", step=self.step, folder=str(folder))
         dist.barrier()
+
+
+def _shape_of(stage: Stage) -> tuple[Any, ...]:
+    """What a network must be made anew for."""
+    return stage.precision, stage.float8, stage.activation_checkpointing

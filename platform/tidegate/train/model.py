@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,11 +17,34 @@ def build(spec: ModelSpec) -> Krea2Transformer2DModel:
     return Krea2Transformer2DModel(**arguments(spec))
 
 
-def seeded(spec: ModelSpec, seed: int) -> Krea2Transformer2DModel:
-    """A network with fresh weights that depend on `seed` alone."""
+def seeded(
+    spec: ModelSpec, seed: int, each: Callable[[nn.Module], object] = lambda part: None
+) -> Krea2Transformer2DModel:
+    """A network with fresh weights that depend on `seed` alone.
+
+    It comes to life a part at a time, blocks one by one, and each is handed to `each` at once: split there, the whole
+    network never lies in one rank's memory. Parts keep the order in which diffusers makes them, so the weights are
+    those of `build` under the same seed.
+    """
+    with torch.device("meta"):
+        network = build(spec)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return build(spec)
+        for child in network.children():
+            for part in child if isinstance(child, nn.ModuleList) else (child,):
+                _draw(part)
+                each(part)
+    return network
+
+
+def _draw(part: nn.Module) -> None:
+    for module in part.modules():
+        module.to_empty(device="cpu", recurse=False)
+        if isinstance(module, nn.Linear):
+            module.reset_parameters()
+        else:
+            for parameter in module.parameters(recurse=False):
+                nn.init.zeros_(parameter)  # the norms' and the modulation tables'
 
 
 def arguments(spec: ModelSpec) -> dict[str, Any]:
@@ -29,7 +53,7 @@ def arguments(spec: ModelSpec) -> dict[str, Any]:
 
 def positions(text_length: int, image: ImageSpec) -> Tensor:
     """(text_length + tokens, 3) rotary coordinates (time, row, column); text stands at the origin."""
-    rows, columns = image.height // image.patch, image.width // image.patch
+    rows, columns = image.rows, image.columns
     places = torch.zeros(text_length + rows * columns, 3)
     places[text_length:, 1] = torch.arange(rows).repeat_interleave(columns)
     places[text_length:, 2] = torch.arange(columns).repeat(rows)
@@ -44,10 +68,10 @@ def to_tokens(pixels: Tensor, patch: int) -> Tensor:
 
 
 def to_pixels(tokens: Tensor, image: ImageSpec) -> Tensor:
-    """The inverse of `to_tokens`: (B, N, C · patch²) -> (B, C, H, W)."""
-    rows, columns, patch = image.height // image.patch, image.width // image.patch, image.patch
+    """The inverse of `to_tokens`: (B, N, C · patch²) -> (B, C, H, W), of latents (B, C, H/factor, W/factor)."""
+    rows, columns, patch = image.rows, image.columns, image.patch
     squares = tokens.reshape(tokens.shape[0], rows, columns, image.channels, patch, patch)
-    return squares.permute(0, 3, 1, 4, 2, 5).reshape(tokens.shape[0], image.channels, image.height, image.width)
+    return squares.permute(0, 3, 1, 4, 2, 5).reshape(tokens.shape[0], image.channels, rows * patch, columns * patch)
 
 
 def velocity(network: nn.Module, tokens: Tensor, states: Tensor, mask: Tensor, times: Tensor, places: Tensor) -> Tensor:

@@ -13,17 +13,24 @@ class Phase(StrEnum):
     STEPPING = "stepping"
     SAVING = "saving"
     """Blocked by a save: staging, or waiting for the one before."""
+    SAMPLING = "sampling"
+    """Blocked by a grid of samples."""
     EXPORTING = "exporting"
     DONE = "done"
 
 
 class Progress(Protocol):
-    """Called from the rank's main thread, `stepped` and `stop_requested` in every step: both must cost microseconds."""
+    """Called from the rank's main thread, `stepped`, `speed` and `stop_requested` in every step: they must cost
+    microseconds."""
 
     def phase(self, phase: Phase) -> None: ...
 
     def stepped(self, step: int, loss: float) -> None:
         """`step` steps are done, the loss is the global batch's mean (NaN where the step was skipped)."""
+        ...
+
+    def speed(self, images_per_s: float, mfu: float | None) -> None:
+        """Of the newest step: of the whole run, and what share of its devices' peak it used, where that is known."""
         ...
 
     def committed(self, step: int) -> None:
@@ -41,6 +48,8 @@ class NullProgress:
     def phase(self, phase: Phase) -> None: ...
 
     def stepped(self, step: int, loss: float) -> None: ...
+
+    def speed(self, images_per_s: float, mfu: float | None) -> None: ...
 
     def committed(self, step: int) -> None: ...
 

@@ -7,7 +7,8 @@ from typing import Annotated
 from pydantic import Field
 
 from tidegate.spec.policy import Model
-from tidegate.train.config import ImageSpec, Positive, RunConfig, TextSpec
+from tidegate.train.config import ImageSpec, Positive, RunConfig, Shift, TextSpec
+from tidegate.train.stages import stages
 
 
 class Recipe(Model):
@@ -15,9 +16,14 @@ class Recipe(Model):
     text: TextSpec
     steps: Positive
     """Euler steps by default."""
-    shift: Annotated[float, Field(gt=0)] = 1.0
+    shift: Shift = 1.0
     """Of the sampler's time grid."""
+    guidance: Annotated[float, Field(ge=0)] = 0.0
+    """g in v = cond + g · (cond - uncond), as Krea 2 counts it; 0: none."""
 
     @classmethod
     def of(cls, config: RunConfig) -> Recipe:
-        return cls(image=config.image, text=config.text, steps=config.sample.steps, shift=config.sample.shift)
+        """Images have the size of the last stage."""
+        how = config.sample
+        image = stages(config)[-1].image
+        return cls(image=image, text=config.text, steps=how.steps, shift=how.shift, guidance=how.guidance)

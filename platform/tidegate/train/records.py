@@ -6,12 +6,17 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TextIO
 
+import numpy as np
+from PIL import Image
+
 from tidegate.checkpoint.disk import Outcome
+from tidegate.train.board import Board
+from tidegate.train.flops import Pace
 
 METRICS = "metrics.jsonl"
 """A line a step."""
@@ -19,7 +24,7 @@ CHECKPOINTS = "checkpoints.jsonl"
 """A line a commit."""
 EVENTS = "events.jsonl"
 """What else happened: restored, checkpoint_skipped, resumed_differently, save_failed, step_skipped, rolled_back,
-exported."""
+level_shift, pinned, not_pinned, stage, sampled, sample_failed, exported."""
 
 logger = logging.getLogger(__name__)
 
@@ -35,11 +40,13 @@ class Records:
         world_size: int,
         generation: int,
         log_every_steps: int,
+        tensorboard: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._same = {"world_size": world_size, "generation": generation}
-        self._log_every_steps, self._clock = log_every_steps, clock
+        self._run_dir, self._log_every_steps, self._clock = run_dir, log_every_steps, clock
         self._files: dict[str, TextIO] = {}
+        self._board = Board(run_dir / "tensorboard") if writes and tensorboard else None
         if writes:
             run_dir.mkdir(parents=True, exist_ok=True)
             # Line buffered: a killed rank loses no line and leaves no half one.
@@ -54,12 +61,54 @@ class Records:
     ) -> None:
         for file in self._files.values():
             file.close()
+        if self._board is not None:
+            self._board.close()
 
-    def step(self, step: int, loss: float, grad_norm: float, step_s: float) -> None:
-        numbers = {"loss": _number(loss), "grad_norm": _number(grad_norm), "step_s": round(step_s, 6)}
-        self._write(METRICS, {"step": step, **numbers})
-        if self._files and step % self._log_every_steps == 0:
-            logger.info("step %d: loss %.4f, %.0f ms", step, loss, step_s * 1000)
+    def step(
+        self,
+        step: int,
+        loss: float,
+        grad_norm: float,
+        *,
+        rate: float,
+        step_s: float,
+        input_s: float,
+        pace: Pace,
+        more: Callable[[], Mapping[str, object]],
+    ) -> None:
+        """A line. `rate` is the learning rate; `more` is asked only where it is time for a log line too: what there is
+        no need to know of every step."""
+        if not self._files:
+            return
+        numbers = {
+            "loss": _number(loss),
+            "grad_norm": _number(grad_norm),
+            "rate": rate,
+            "step_s": round(step_s, 6),
+            "input_s": round(input_s, 6),
+            "images_per_s": round(pace.images_per_s, 3),
+            "tflops": float(f"{pace.tflops:.4g}"),
+            "mfu": _number(pace.mfu) if pace.mfu is not None else None,
+        }
+        if step % self._log_every_steps:
+            self._write(METRICS, {"step": step, **numbers})
+            return
+        self._write(METRICS, {"step": step, **numbers, **more()})
+        logger.info("step %d: loss %.4f, %.0f ms, %.1f images/s", step, loss, step_s * 1000, pace.images_per_s)
+        if self._board is not None:
+            self._board.scalars(step, {f"train/{name}": value for name, value in numbers.items()})
+
+    def picture(self, step: int, pixels: np.ndarray) -> None:
+        """A grid of samples, (H, W) or (H, W, C) uint8, as `samples/step-00000100.png` and for TensorBoard."""
+        path = self._run_dir / "samples" / f"step-{step:08d}.png"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels).save(path)
+            self.event("sampled", step=step, file=str(path))
+        except OSError as error:
+            self.event("sample_failed", step=step, reason=str(error))
+        if self._board is not None:
+            self._board.image(step, "samples", pixels)
 
     def skipped_step(
         self, step: int, loss: float, grad_norm: float, bad_ranks: tuple[int, ...], samples: list[int]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tidegate.data.text import ByteText
 from tidegate.errors import TidegateError
 from tidegate.train.model import positions, to_pixels, to_tokens, velocity
+from tidegate.train.objective import shift_of
 from tidegate.train.recipe import Recipe
 
 
@@ -46,18 +47,37 @@ def sample(
         Cancelled: when `cancelled()` said so.
         ValueError: prompts and seeds differ in number, or there are none.
     """
+    return drawn(model, recipe, prompts, seeds, steps=steps, on_step=on_step, cancelled=cancelled)
+
+
+def drawn(
+    model: nn.Module,
+    recipe: Recipe,
+    prompts: Sequence[str],
+    seeds: Sequence[int],
+    *,
+    steps: int | None = None,
+    on_step: Callable[[int, int], None] | None = None,
+    cancelled: Callable[[], bool] | None = None,
+) -> np.ndarray:
+    """As `sample`, under whatever the caller has set up: a network that is split over ranks bears no inference mode."""
     if len(prompts) != len(seeds) or not prompts:
         raise ValueError(f"needs one seed for each prompt and at least one, got {len(prompts)} and {len(seeds)}")
     steps = recipe.steps if steps is None else steps
     device = next(model.parameters()).device
     states, mask = (part.to(device) for part in _text(recipe).encode(prompts))
+    plain = tuple(part.to(device) for part in _text(recipe).encode([""] * len(prompts))) if recipe.guidance else None
     places = positions(recipe.text.length, recipe.image).to(device)
     tokens = to_tokens(torch.stack([_noise(recipe, seed) for seed in seeds]), recipe.image.patch).to(device)
-    times = grid(steps, recipe.shift)
+    times = grid(steps, shift_of(recipe.shift, recipe.image.tokens))
     for done, (now, then) in enumerate(pairwise(times)):
         if cancelled is not None and cancelled():
             raise Cancelled(done, steps)
-        guess = velocity(model, tokens, states, mask, torch.full((len(prompts),), now, device=device), places)
+        at = torch.full((len(prompts),), now, device=device)
+        guess = velocity(model, tokens, states, mask, at, places)
+        if plain is not None:
+            without = velocity(model, tokens, plain[0], plain[1], at, places)
+            guess = guess + recipe.guidance * (guess - without)
         tokens = tokens + (then - now) * guess
         if on_step is not None:
             on_step(done + 1, steps)
