@@ -16,7 +16,7 @@ import torch.distributed as dist
 from folders import about, parts_of, tensors
 
 from tidegate.checkpoint.disk import Saver
-from tidegate.checkpoint.folders import LEFT_AFTER_S, SlotFolder, remove_leftovers, room_problem
+from tidegate.checkpoint.folders import LEFT_AFTER_S, SlotFolder, remove_leftovers, room_problem, seal_of
 from tidegate.checkpoint.keeping import Keeping
 from tidegate.checkpoint.layout import Part
 from tidegate.checkpoint.memory import LocalShelf, Memory
@@ -187,6 +187,26 @@ def test_a_writer_that_is_killed_costs_one_save(shared: Path, tmp_path: Path, gr
     assert failed.error is not None
     assert "the writer has ended with -9" in failed.error
     saver.start(about(3))
+    outcome = saver.finish()
+    assert outcome is not None
+    assert outcome.error is None
+    saver.close()
+
+
+def test_a_copy_in_memory_that_fails_is_told_and_the_run_goes_on(
+    shared: Path, tmp_path: Path, group: dist.ProcessGroup
+) -> None:
+    saver = saver_of(shared, tmp_path, group, parts_of(tensors(), 0, 1))
+    in_the_way = shared / f".{seal_of(shared / '0.a').name}.{os.getpid()}"
+    in_the_way.mkdir()
+    saver.start(about(1), to_disk=False)
+    told = saver.start(about(2), to_disk=False)
+    assert told is not None
+    assert told.step == 1
+    assert (told.error or "").startswith("copy in memory: ")
+    in_the_way.rmdir()
+    saver.start(about(3), to_disk=False)
+    assert saver.start(about(4)) is None
     outcome = saver.finish()
     assert outcome is not None
     assert outcome.error is None

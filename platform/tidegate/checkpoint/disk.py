@@ -87,6 +87,7 @@ class Saver:
         self._sealer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="seal")
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
         self._sealing: Future[ShardSeen] | None = None
+        self._step = -1
         self._flight: Future[Outcome] | None = None
 
     @property
@@ -105,22 +106,22 @@ class Saver:
         skipped, returns that, and there is only the copy in memory."""
         began = time.perf_counter()
         sealed = self._sealed()
-        before, late = None, False
+        before, late = self._why_unsealed(), False
         if to_disk and self._when_late == "wait":
-            before = self.finish()
+            before = self.finish() or before
         if self._ring.two or self._when_late == "skip":
             unsealed, busy = self._anywhere(not sealed, self.in_flight)
             late = to_disk and busy
             if late and not self._ring.two:
                 return _skipped(about.step)
             if not busy or unsealed:  # unsealed: of two copies only the one in flight is known to be whole
-                before, busy = before or self.finish(), False
+                before, busy = self.finish() or before, False
             slot = self._ring.take(last_is_good=not unsealed, busy=busy)
         else:
             slot = self._ring.take(last_is_good=False, busy=False)
         slot.fill()
         stall_s = time.perf_counter() - began
-        self._sealing = self._sealer.submit(slot.seal, about)
+        self._sealing, self._step = self._sealer.submit(slot.seal, about), about.step
         if not to_disk:
             return before
         if late:
@@ -149,6 +150,11 @@ class Saver:
     def _sealed(self) -> bool:
         """Whether the last copy is whole in memory: waits for its hashes, which take no longer than the copy."""
         return self._sealing is not None and self._sealing.exception() is None
+
+    def _why_unsealed(self) -> Outcome | None:
+        """How the last copy failed, where it was for memory alone; of the others a save to disk tells."""
+        error = self._sealing.exception() if self._sealing is not None and self._flight is None else None
+        return Outcome(step=self._step, error=f"copy in memory: {error}") if error is not None else None
 
     def _anywhere(self, *flags: bool) -> tuple[bool, ...]:
         """Each flag, OR-ed over all ranks: they take the same copy in turn, so that what is whole is so everywhere."""
