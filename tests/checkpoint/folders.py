@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tidegate.checkpoint.files import write_synced
-from tidegate.checkpoint.layout import Part
+from tidegate.checkpoint.layout import Part, file_name
 from tidegate.checkpoint.manifest import MANIFEST, Manifest, ShardSeen, folder_name
 from tidegate.checkpoint.slots import Slot
 
@@ -57,9 +57,7 @@ def write_shard(folder: Path, parts: list[Part], rank: int, step: int = 0) -> Sh
     return shard
 
 
-def write_checkpoint(
-    checkpoints: Path, step: int, *, generation: int = 0, world_size: int = 4, rows: int = 8
-) -> Path:
+def write_checkpoint(checkpoints: Path, step: int, *, generation: int = 0, world_size: int = 4, rows: int = 8) -> Path:
     folder = checkpoints / folder_name(step, generation)
     folder.mkdir(parents=True)
     whole = tensors(step, rows)

@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from folders import about
+from folders import about, write_shard
 from torch import Tensor
 
 from tidegate.checkpoint.difference import Difference, differences
+from tidegate.checkpoint.layout import Part
 from tidegate.checkpoint.manifest import Manifest
-from tidegate.checkpoint.shards import Part, Stage, file_name
+from tidegate.checkpoint.tiers import FolderSource
 
 
-def written(folder: Path, **tensors: Tensor) -> tuple[Path, Manifest]:
+def written(folder: Path, **tensors: Tensor) -> tuple[FolderSource, Manifest]:
     folder.mkdir()
-    stage = Stage([Part(name, value, tuple(value.shape), (0,) * value.dim()) for name, value in tensors.items()])
-    stage.fill()
-    return folder, about(0).model_copy(update={"files": (stage.write(folder / file_name(0)),)})
+    parts = [Part(name, value, tuple(value.shape), (0,) * value.dim()) for name, value in tensors.items()]
+    return FolderSource(folder), about(0).model_copy(update={"files": (write_shard(folder, parts, 0),)})
 
 
 @pytest.mark.parametrize("at_once_bytes", [1, 2**20])
@@ -31,7 +31,8 @@ def test_each_tensor_has_its_line(tmp_path: Path, at_once_bytes: int) -> None:
     second = written(
         tmp_path / "2", longer=torch.zeros(3, 3), moved=moved, nan=row2, new=same, same=row, type=same.bfloat16()
     )
-    found = list(differences(first, second, at_once_bytes=at_once_bytes))
+    with first[0], second[0]:
+        found = list(differences(first, second, at_once_bytes=at_once_bytes))
     assert [row.tensor for row in found] == ["gone", "longer", "moved", "nan", "new", "same", "type"]
     by_name = {row.tensor: row for row in found}
     assert by_name["gone"] == Difference("gone", None, "only in the first")

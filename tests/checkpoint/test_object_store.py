@@ -13,6 +13,7 @@ from tidegate.checkpoint.address import parse_address
 from tidegate.checkpoint.manifest import MANIFEST
 from tidegate.checkpoint.object_store import ObjectStore
 from tidegate.checkpoint.places import DiskPlace
+from tidegate.checkpoint.scrub import checked
 from tidegate.checkpoint.store_errors import StoreError, Trouble, classify, store_error
 from tidegate.checkpoint.tiers import Candidate
 from tidegate.checkpoint.upload import send
@@ -35,7 +36,7 @@ def puts(proxy: FaultyProxy, name: str = "") -> list[str]:
 
 def is_whole(store: ObjectStore, candidate: Candidate = AT_200) -> bool:
     try:
-        store.checked(candidate)
+        checked(store, candidate)
     except CheckpointError:
         return False
     return True
@@ -48,7 +49,7 @@ def test_sent_and_read_back(disk: DiskPlace, open_store: Opener, proxy: FaultyPr
     assert sent.sent_bytes == disk.manifest(AT_200).total_bytes
     assert puts(proxy)[-1].endswith(MANIFEST), "the manifest goes last"
     assert store.candidates() == (AT_200,)
-    assert store.checked(AT_200) == disk.manifest(AT_200)
+    assert checked(store, AT_200) == disk.manifest(AT_200)
     file = disk.manifest(AT_200).files[2]
     with store.source(AT_200) as source:
         got = source.view(file.name, 10, 33, memoryview(bytearray(4096)))
@@ -129,8 +130,8 @@ def test_errors_are_told_apart_by_status(response: dict[str, object], trouble: s
 
 
 def test_parts_that_arrived_are_not_sent_again(open_store: Opener, proxy: FaultyProxy, tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path, 200, world_size=1, rows=3_000_000)  # 72 MB
-    disk, part_bytes = DiskPlace(tmp_path), 16 * 2**20
+    folder = write_checkpoint(tmp_path, 200, world_size=1, rows=1_000_000)  # 24 MB
+    disk, part_bytes = DiskPlace(tmp_path), 5 * 2**20
     shard = next(folder.glob("*.safetensors"))
     assert 4 * part_bytes < shard.stat().st_size < 5 * part_bytes
     store = open_store(attempts=1)
@@ -178,7 +179,7 @@ def test_each_step_and_generation_has_a_prefix_of_its_own(disk: DiskPlace, open_
     send(disk, store, AT_200)
     assert sorted(store.candidates()) == [AT_200, Candidate(200, 1)]
     assert store.objects(Candidate(200, 1)) == before
-    assert store.checked(Candidate(200, 1)).world_size == 2
+    assert checked(store, Candidate(200, 1)).world_size == 2
 
 
 def test_a_rewritten_checkpoint_of_the_same_name_replaces_the_old_one(
@@ -190,7 +191,7 @@ def test_a_rewritten_checkpoint_of_the_same_name_replaces_the_old_one(
     disk.remove(AT_200)
     write_checkpoint(tmp_path, 200, world_size=2)
     send(disk, store, AT_200)
-    assert store.checked(AT_200).world_size == 2
+    assert checked(store, AT_200).world_size == 2
     assert len(store.objects(AT_200)) == 3
 
 
@@ -203,7 +204,7 @@ def test_what_is_wrong_in_the_store_is_said(disk: DiskPlace, open_store: Opener)
     for content, says in ((whole[:-1], f"{name}: {len(whole) - 1} bytes, must be"), (whole[:-1] + b"x", name)):
         store.put(AT_200, name, content)
         with pytest.raises(CheckpointError, match=says):
-            store.checked(AT_200)
+            checked(store, AT_200)
     store._delete(AT_200, [name])
     with pytest.raises(CheckpointError, match=f"{name}: not there"):
         store.manifest(AT_200)

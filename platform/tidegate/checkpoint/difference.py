@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from tidegate.checkpoint.manifest import Manifest
-from tidegate.checkpoint.shards import Part, read_parts, whole_shapes
+from tidegate.checkpoint.layout import Part
+from tidegate.checkpoint.manifest import Manifest, ShardSeen
+from tidegate.checkpoint.reading import read_headers, read_parts, whole_shapes
+from tidegate.checkpoint.tiers import Source
 
 AT_ONCE_BYTES = 512 * 2**20
 """So much of each of the two is in memory at a time, or one tensor if that is larger."""
@@ -34,21 +35,18 @@ class Difference:
 
 
 def differences(
-    one: tuple[Path, Manifest], other: tuple[Path, Manifest], *, at_once_bytes: int = AT_ONCE_BYTES
+    one: tuple[Source, Manifest], other: tuple[Source, Manifest], *, at_once_bytes: int = AT_ONCE_BYTES
 ) -> Iterator[Difference]:
     """Every tensor of the two, by name; equal ones too. Two NaN at one place are equal.
 
-    Args:
-        one, other: a checkpoint's folder and its manifest.
-
     Raises:
-        CheckpointError: a shard is not what it should be.
+        CheckpointError: a shard is not what was saved.
     """
-    files = [[file.name for file in manifest.files] for _, manifest in (one, other)]
-    ours, theirs = whole_shapes(one[0], files[0]), whole_shapes(other[0], files[1])
+    files, others = one[1].files, other[1].files
+    ours, theirs = whole_shapes(read_headers(one[0], files)), whole_shapes(read_headers(other[0], others))
     for names in _batches(sorted(ours.keys() | theirs.keys()), ours, at_once_bytes):
         both = [name for name in names if name in theirs and name in ours and ours[name][0] == theirs[name][0]]
-        left, right = _read(one[0], files[0], ours, both), _read(other[0], files[1], theirs, both)
+        left, right = _read(one[0], files, ours, both), _read(other[0], others, theirs, both)
         for name in names:
             if name not in theirs:
                 yield Difference(name, None, "only in the first")
@@ -77,12 +75,12 @@ def _batches(names: Sequence[str], shapes: Shapes, at_once_bytes: int) -> Iterat
         yield batch
 
 
-def _read(folder: Path, files: Sequence[str], shapes: Shapes, names: Sequence[str]) -> dict[str, Tensor]:
+def _read(source: Source, files: Sequence[ShardSeen], shapes: Shapes, names: Sequence[str]) -> dict[str, Tensor]:
     parts = [
         Part(name, torch.empty(shapes[name][0], dtype=shapes[name][1]), shapes[name][0], (0,) * len(shapes[name][0]))
         for name in names
     ]
-    read_parts(folder, files, parts)
+    read_parts(source, files, parts)
     return {part.name: part.local for part in parts}
 
 

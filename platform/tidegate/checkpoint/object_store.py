@@ -16,8 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Self
 
 import boto3
@@ -25,7 +23,6 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, IncompleteReadError
 
 from tidegate.checkpoint.address import Address
-from tidegate.checkpoint.files import file_problem
 from tidegate.checkpoint.manifest import MANIFEST, Manifest, parse_manifest, parse_name
 from tidegate.checkpoint.marks import Mark, as_sentence
 from tidegate.checkpoint.store_errors import StoreError, Trouble, store_error
@@ -140,24 +137,6 @@ class ObjectStore:
 
     def source(self, candidate: Candidate) -> ObjectSource:
         return ObjectSource(self, candidate)
-
-    def checked(self, candidate: Candidate) -> Manifest:
-        manifest = self.manifest(candidate)
-        with TemporaryDirectory(prefix="tidegate-") as cache, self.folder(candidate, Path(cache)) as folder:
-            for file in manifest.files:
-                problem = file_problem(folder, file)
-                if problem is not None:
-                    raise CheckpointError(problem)
-        return manifest
-
-    @contextmanager
-    def folder(self, candidate: Candidate, cache: Path) -> Iterator[Path]:
-        folder = cache / candidate.name
-        folder.mkdir()
-        with saying(self.shown(candidate)):
-            for name in self.objects(candidate):
-                self.s3.download_file(self.address.bucket, self.address.key(candidate.name, name), str(folder / name))
-        yield folder
 
     def objects(self, candidate: Candidate) -> Mapping[str, Stored]:
         """What lies below the checkpoint's prefix, by name."""

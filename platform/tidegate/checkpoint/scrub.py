@@ -10,7 +10,7 @@ from tidegate.checkpoint.manifest import Manifest
 from tidegate.checkpoint.marks import KEEPS, Mark
 from tidegate.checkpoint.places import Place
 from tidegate.checkpoint.retention import Seen, doomed
-from tidegate.checkpoint.tiers import Candidate
+from tidegate.checkpoint.tiers import Candidate, Tier
 from tidegate.errors import CheckpointError
 
 
@@ -40,6 +40,21 @@ class Look:
         return None if self.manifest is None else now_s - self.manifest.at_s
 
 
+def checked(tier: Tier, candidate: Candidate) -> Manifest:
+    """Its manifest, after every byte of every file was read and compared with it.
+
+    Raises:
+        CheckpointError: with the first thing that is wrong.
+    """
+    # Brings torch with it, which takes seconds, and which a list does not need.
+    from tidegate.checkpoint.reading import check_all
+
+    manifest = tier.manifest(candidate)
+    with tier.source(candidate) as source:
+        check_all(source, manifest.files)
+    return manifest
+
+
 def look(place: Place) -> list[Look]:
     """All checkpoints of a place, newest first, after the checks that read no whole file.
 
@@ -58,7 +73,7 @@ def scrub(place: Place) -> Iterator[Look]:
 def _seen(place: Place, candidate: Candidate, *, whole: bool) -> Look:
     marks = place.marks(candidate)
     try:
-        manifest = place.checked(candidate) if whole else place.manifest(candidate)
+        manifest = checked(place, candidate) if whole else place.manifest(candidate)
         return Look(place, candidate, State.GOOD, manifest=manifest, marks=marks)
     except CheckpointError as error:
         state = State.BAD if place.is_committed(candidate) else State.UNFINISHED

@@ -21,6 +21,7 @@ from s3transfer.utils import ReadFileChunk
 from tidegate.checkpoint.manifest import MANIFEST, Manifest
 from tidegate.checkpoint.object_store import ObjectStore, Stored, missing, saying
 from tidegate.checkpoint.places import DiskPlace
+from tidegate.checkpoint.scrub import checked
 from tidegate.checkpoint.tiers import Candidate
 from tidegate.errors import CheckpointError
 
@@ -57,7 +58,7 @@ def send(disk: DiskPlace, store: ObjectStore, candidate: Candidate, *, part_byte
         StoreError: the store does not take it. What has arrived is used by the next try.
         CheckpointError: it is not whole on disk; nothing was sent.
     """
-    manifest = disk.checked(candidate)
+    manifest = checked(disk, candidate)
     folder = disk.checkpoints / candidate.name
     there = store.objects(candidate)
     if MANIFEST in there and store.get(candidate, MANIFEST) != (folder / MANIFEST).read_bytes():

@@ -6,7 +6,6 @@ import json
 import sys
 import time
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -129,12 +128,9 @@ def diff(
     from tidegate.cli.checkpoint_tables import difference_rows, difference_table
 
     left, right = _one(one), _one(other)
-    with (
-        TemporaryDirectory(prefix="tidegate-") as cache,
-        left[0].folder(left[1], Path(cache)) as folder_a,
-        right[0].folder(right[1], Path(cache)) as folder_b,
-    ):
-        found = list(differences((folder_a, left[0].manifest(left[1])), (folder_b, right[0].manifest(right[1]))))
+    with left[0].source(left[1]) as source_a, right[0].source(right[1]) as source_b:
+        sides = ((source_a, left[0].manifest(left[1])), (source_b, right[0].manifest(right[1])))
+        found = list(differences(*sides))
     different = [row for row in found if not row.same]
     if as_json:
         _print_json(difference_rows(found if all_ else different))
