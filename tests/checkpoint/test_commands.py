@@ -117,7 +117,10 @@ def test_a_clock_that_jumped_changes_an_age_and_no_order(tmp_path: Path) -> None
         (("list", "nowhere"), "nowhere: has no folder `checkpoints`"),
         (("pin", "RUN", 150), "no checkpoint 150\nhint: there is step-00000100.g0, step-00000100.g1"),
         (("pin", "RUN", 100), "step 100 was saved by several generations\nhint: name one of step-00000100.g0"),
-        (("diff", "RUN@step-00000100.g0", "RUN@step-00000100.g1"), "RUN@step-00000100.g1: no good checkpoint"),
+        (
+            ("diff", "RUN@100", "RUN@step-00000100.g1"),
+            "no checkpoint step-00000100.g1\nhint: there is step-00000100.g0",
+        ),
     ],
 )
 def test_a_mistake_is_a_sentence(

@@ -16,10 +16,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Self
 
-import boto3
-from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, IncompleteReadError
 
 from tidegate.checkpoint.address import Address
@@ -27,7 +26,7 @@ from tidegate.checkpoint.manifest import MANIFEST, Manifest, parse_manifest, par
 from tidegate.checkpoint.marks import Mark, as_sentence
 from tidegate.checkpoint.store_errors import StoreError, Trouble, store_error
 from tidegate.checkpoint.tiers import Candidate, check_owner
-from tidegate.errors import CheckpointError
+from tidegate.errors import CheckpointError, UnfinishedError
 
 STREAMS = 16
 """Requests at once that make reading fastest: S3 gives one of them 60 to 90 MB/s."""
@@ -47,23 +46,24 @@ class Patience:
 
 
 def client(endpoint: str | None, patience: Patience) -> Any:
-    """A client of the store; safe for threads.
+    """boto3's client of the store; safe for threads.
 
     Raises:
-        StoreError: no credentials or region that boto3 could use, or `endpoint` is no address.
+        StoreError: no region or profile that boto3 could use, or `endpoint` is no address.
     """
+    # Takes a third of a second, in which a rank that restores from nearer tiers would wait for nothing.
+    import boto3
+    from botocore.config import Config
+
+    config = Config(
+        retries={"mode": "standard", "total_max_attempts": patience.attempts},
+        connect_timeout=patience.connect_s,
+        read_timeout=patience.silent_s,
+        max_pool_connections=STREAMS + 4,
+        tcp_keepalive=True,
+    )
     try:
-        return boto3.session.Session().client(
-            "s3",
-            endpoint_url=endpoint,
-            config=Config(
-                retries={"mode": "standard", "total_max_attempts": patience.attempts},
-                connect_timeout=patience.connect_s,
-                read_timeout=patience.silent_s,
-                max_pool_connections=STREAMS + 4,
-                tcp_keepalive=True,
-            ),
-        )
+        return boto3.session.Session().client("s3", endpoint_url=endpoint, config=config)
     except BotoCoreError as error:
         raise store_error(endpoint or "s3", error) from None
     except ValueError as error:
@@ -87,26 +87,28 @@ class Stored:
     etag: str
 
 
-@dataclass(frozen=True, slots=True)
 class ObjectStore:
     """All checkpoints of a run below one address."""
 
-    address: Address
-    s3: Any
-    """boto3's client."""
-    run: str | None = None
-    """Where given, checkpoints of another run are none."""
-    label: str = "s3"
+    label = "s3"
+    far = True
 
-    @classmethod
-    def at(
-        cls, address: Address, endpoint: str | None = None, *, run: str | None = None, patience: Patience | None = None
-    ) -> ObjectStore:
-        """
-        Raises:
-            StoreError: boto3 can make no client of it.
-        """
-        return cls(address, client(endpoint, patience or Patience()), run)
+    def __init__(
+        self,
+        address: Address,
+        endpoint: str | None = None,
+        *,
+        run: str | None = None,
+        patience: Patience | None = None,
+    ) -> None:
+        """`run`: where given, checkpoints of another run are none."""
+        self.address, self._endpoint, self._run = address, endpoint, run
+        self._patience = patience or Patience()
+
+    @cached_property
+    def s3(self) -> Any:
+        """boto3's client, made when something is first asked of the store."""
+        return client(self._endpoint, self._patience)
 
     def candidates(self) -> Sequence[Candidate]:
         with saying(str(self.address)):
@@ -123,10 +125,10 @@ class ObjectStore:
     def manifest(self, candidate: Candidate) -> Manifest:
         there = self.objects(candidate)
         if MANIFEST not in there:
-            raise CheckpointError("never committed: no manifest")
+            raise UnfinishedError("never committed: no manifest")
         manifest = parse_manifest(self.get(candidate, MANIFEST))
         check_owner(manifest, candidate)
-        if self.run is not None and manifest.run != self.run:
+        if self._run is not None and manifest.run != self._run:
             raise CheckpointError(f"{MANIFEST} is of run {manifest.run}")
         if Mark.BAD in there:
             raise CheckpointError(f"marked bad: {as_sentence(self.get(candidate, Mark.BAD))}")
@@ -136,7 +138,7 @@ class ObjectStore:
         return manifest
 
     def source(self, candidate: Candidate) -> ObjectSource:
-        return ObjectSource(self, candidate)
+        return ObjectSource(self, self.s3, candidate)
 
     def objects(self, candidate: Candidate) -> Mapping[str, Stored]:
         """What lies below the checkpoint's prefix, by name."""
@@ -160,13 +162,17 @@ class ObjectStore:
         with saying(self.shown(candidate, name)):
             self.s3.put_object(Bucket=self.address.bucket, Key=self.address.key(candidate.name, name), Body=content)
 
+    def probe(self) -> None:
+        """Write something, and take it away again."""
+        key = self.address.key(".probe")
+        with saying(str(self.address)):
+            self.s3.put_object(Bucket=self.address.bucket, Key=key, Body=b"")
+            self.s3.delete_object(Bucket=self.address.bucket, Key=key)
+
     def shown(self, candidate: Candidate, *names: str) -> str:
         return "/".join((str(self.address), candidate.name, *names))
 
     # What people and retention ask for
-
-    def is_committed(self, candidate: Candidate) -> bool:
-        return MANIFEST in self.objects(candidate)
 
     def marks(self, candidate: Candidate) -> Mapping[Mark, str]:
         there = self.objects(candidate)
@@ -201,6 +207,32 @@ class ObjectStore:
                     raise StoreError(f"s3://{self.address.bucket}/{failed['Key']}", Trouble.OTHER, failed["Code"])
 
 
+def check(store: ObjectStore, run: str) -> None:
+    """Whether `run` could keep its checkpoints there: the place can be listed and written to, and is nobody else's.
+
+    Raises:
+        CheckpointError: it could not; says which setting is wrong.
+    """
+    try:
+        found = sorted(store.candidates(), reverse=True)
+        store.probe()
+    except StoreError as error:
+        field = "checkpoint.store_endpoint" if error.trouble is Trouble.NETWORK else "checkpoint.store"
+        hint = "create the bucket, or correct the address" if error.trouble is Trouble.MISSING else "correct it"
+        if error.trouble in (Trouble.REFUSED, Trouble.NO_CREDENTIALS):
+            hint = "boto3's own chain of credentials must allow ListBucket, GetObject, PutObject and DeleteObject there"
+        raise CheckpointError(f"{field}: {error}\nhint: {hint}") from None
+    for candidate in found:
+        try:
+            owner = parse_manifest(store.get(candidate, MANIFEST)).run
+        except CheckpointError:
+            continue
+        if owner != run:
+            whose = f"checkpoint.store: {store.address} holds checkpoints of run {owner}"
+            raise CheckpointError(f"{whose}\nhint: give each run a prefix of its own")
+        return
+
+
 def missing(manifest: Manifest, there: Mapping[str, Stored]) -> str | None:
     """The first file of a manifest that isn't among the objects with its size; None where all are."""
     for file in manifest.files:
@@ -217,6 +249,7 @@ class ObjectSource:
     """Ranges of a checkpoint's objects."""
 
     store: ObjectStore
+    s3: Any
     candidate: Candidate
     streams: int = STREAMS
 
@@ -235,7 +268,7 @@ class ObjectSource:
     def _read(self, file: str, offset: int, out: memoryview) -> memoryview:
         address, end = self.store.address, offset + len(out)
         with saying(self.store.shown(self.candidate, file)):
-            answer = self.store.s3.get_object(
+            answer = self.s3.get_object(
                 Bucket=address.bucket,
                 Key=address.key(self.candidate.name, file),
                 Range=f"bytes={offset}-{end - 1}",

@@ -6,20 +6,19 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from tidegate.checkpoint.manifest import MANIFEST
 from tidegate.checkpoint.marks import Mark, clear_mark, marks_in, set_mark
+from tidegate.checkpoint.memory import LocalShelf, Memory
+from tidegate.checkpoint.slots import SHARED_MEMORY, folder_of
 from tidegate.checkpoint.tiers import Candidate, Disk, Tier
 from tidegate.errors import CheckpointError
 
 
+@runtime_checkable
 class Place(Tier, Protocol):
     """A tier that people look after."""
-
-    def is_committed(self, candidate: Candidate) -> bool:
-        """Whether it has a manifest, whatever that says. One that has none is unfinished: a save may be writing it."""
-        ...
 
     def marks(self, candidate: Candidate) -> Mapping[Mark, str]: ...
 
@@ -35,9 +34,6 @@ class Place(Tier, Protocol):
 @dataclass(frozen=True, slots=True)
 class DiskPlace(Disk):
     """Folders below `checkpoints`."""
-
-    def is_committed(self, candidate: Candidate) -> bool:
-        return (self._at(candidate) / MANIFEST).exists()
 
     def marks(self, candidate: Candidate) -> Mapping[Mark, str]:
         return marks_in(self._at(candidate))
@@ -65,6 +61,11 @@ class DiskPlace(Disk):
         return self.checkpoints / candidate.name
 
 
+def marked(disk: Disk, mark: Mark) -> list[Candidate]:
+    """Those on disk that have a mark, the newest last."""
+    return sorted(candidate for candidate in disk.candidates() if (disk.checkpoints / candidate.name / mark).exists())
+
+
 def disk_of(run_dir: Path) -> DiskPlace:
     """The checkpoints on disk of a run.
 
@@ -75,3 +76,10 @@ def disk_of(run_dir: Path) -> DiskPlace:
     if not checkpoints.is_dir():
         raise CheckpointError(f"{run_dir}: has no folder `checkpoints`\nhint: name the run's directory (--run-dir)")
     return DiskPlace(checkpoints)
+
+
+def memory_of(run_dir: Path) -> tuple[Memory, ...]:
+    """The copies of a run in this machine's shared memory, whatever the run and the node are called; none if none."""
+    any_name = folder_of("*", run_dir, {}).parent.name
+    shelves = [LocalShelf(folder) for folder in sorted(SHARED_MEMORY.glob(f"{any_name}/*"))]
+    return (Memory(shelves),) if shelves else ()

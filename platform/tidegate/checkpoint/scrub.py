@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from tidegate.checkpoint.manifest import Manifest
 from tidegate.checkpoint.marks import KEEPS, Mark
 from tidegate.checkpoint.places import Place
+from tidegate.checkpoint.reading import check_all
 from tidegate.checkpoint.retention import Seen, doomed
 from tidegate.checkpoint.tiers import Candidate, Tier
-from tidegate.errors import CheckpointError
+from tidegate.errors import CheckpointError, UnfinishedError
 
 
 class State(StrEnum):
@@ -24,9 +25,9 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """One checkpoint in one place, as it was found."""
+    """One checkpoint in one tier, as it was found."""
 
-    place: Place
+    tier: Tier
     candidate: Candidate
     state: State
     why: str = ""
@@ -46,38 +47,35 @@ def checked(tier: Tier, candidate: Candidate) -> Manifest:
     Raises:
         CheckpointError: with the first thing that is wrong.
     """
-    # Brings torch with it, which takes seconds, and which a list does not need.
-    from tidegate.checkpoint.reading import check_all
-
     manifest = tier.manifest(candidate)
     with tier.source(candidate) as source:
         check_all(source, manifest.files)
     return manifest
 
 
-def look(place: Place) -> list[Look]:
-    """All checkpoints of a place, newest first, after the checks that read no whole file.
+def look(tier: Tier) -> list[Look]:
+    """All checkpoints of a tier, newest first, after the checks that read no whole file.
 
     Raises:
-        CheckpointError: the place cannot be looked through at all.
+        CheckpointError: the tier cannot be looked through at all.
     """
-    return [_seen(place, candidate, whole=False) for candidate in sorted(place.candidates(), reverse=True)]
+    return [_seen(tier, candidate, whole=False) for candidate in sorted(tier.candidates(), reverse=True)]
 
 
-def scrub(place: Place) -> Iterator[Look]:
+def scrub(tier: Tier) -> Iterator[Look]:
     """As `look`, after every byte was read and hashed."""
-    for candidate in sorted(place.candidates(), reverse=True):
-        yield _seen(place, candidate, whole=True)
+    for candidate in sorted(tier.candidates(), reverse=True):
+        yield _seen(tier, candidate, whole=True)
 
 
-def _seen(place: Place, candidate: Candidate, *, whole: bool) -> Look:
-    marks = place.marks(candidate)
+def _seen(tier: Tier, candidate: Candidate, *, whole: bool) -> Look:
+    marks = tier.marks(candidate) if isinstance(tier, Place) else {}
     try:
-        manifest = checked(place, candidate) if whole else place.manifest(candidate)
-        return Look(place, candidate, State.GOOD, manifest=manifest, marks=marks)
+        manifest = checked(tier, candidate) if whole else tier.manifest(candidate)
+        return Look(tier, candidate, State.GOOD, manifest=manifest, marks=marks)
     except CheckpointError as error:
-        state = State.BAD if place.is_committed(candidate) else State.UNFINISHED
-        return Look(place, candidate, state, why=str(error), marks=marks)
+        state = State.UNFINISHED if isinstance(error, UnfinishedError) else State.BAD
+        return Look(tier, candidate, state, why=str(error), marks=marks)
 
 
 def to_prune(place: Place, keep: int) -> tuple[Look, ...]:
@@ -104,19 +102,17 @@ def to_prune(place: Place, keep: int) -> tuple[Look, ...]:
     return tuple(by_seen[seen] for seen in doomed(list(by_seen), keep))
 
 
-def named(looks: list[Look], name: str) -> list[Look]:
-    """Those that `name` means: a step (`200`) or a checkpoint's whole name (`step-00000200.g3`).
+def named(candidates: Sequence[Candidate], name: str) -> Candidate:
+    """The one that `name` means: a step (`200`) or a checkpoint's whole name (`step-00000200.g3`).
 
     Raises:
         CheckpointError: none, or several generations of one step.
     """
-    found = [
-        seen for seen in looks if seen.candidate.name == name or (name.isdigit() and seen.candidate.step == int(name))
-    ]
-    names = sorted({seen.candidate.name for seen in found})
+    found = sorted({one for one in candidates if one.name == name or (name.isdigit() and one.step == int(name))})
     if not found:
-        there = ", ".join(sorted({seen.candidate.name for seen in looks})) or "none"
+        there = ", ".join(one.name for one in sorted(set(candidates))) or "none"
         raise CheckpointError(f"no checkpoint {name}\nhint: there is {there}")
-    if len(names) > 1:
-        raise CheckpointError(f"step {name} was saved by several generations\nhint: name one of {', '.join(names)}")
-    return found
+    if len(found) > 1:
+        names = ", ".join(one.name for one in found)
+        raise CheckpointError(f"step {name} was saved by several generations\nhint: name one of {names}")
+    return found[0]

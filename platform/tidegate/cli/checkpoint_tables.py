@@ -20,11 +20,11 @@ _STYLE = {State.GOOD: "green", State.UNFINISHED: "yellow", State.BAD: "bold red"
 
 def look_table(looks: Sequence[Look], now_s: float) -> Table:
     table = Table(box=None, pad_edge=False)
-    for column in ("place", "step", "generation", "size", "age", "state", "marks", "why"):
+    for column in ("tier", "step", "generation", "size", "age", "state", "marks", "why"):
         table.add_column(column, overflow="fold", justify="right" if column in ("step", "size", "age") else "left")
     for found in looks:
         table.add_row(
-            found.place.label,
+            found.tier.label,
             str(found.candidate.step),
             str(found.candidate.generation),
             _size(found),
@@ -39,7 +39,7 @@ def look_table(looks: Sequence[Look], now_s: float) -> Table:
 def look_rows(looks: Sequence[Look], now_s: float) -> list[dict[str, Any]]:
     return [
         {
-            "place": found.place.label,
+            "tier": found.tier.label,
             "name": found.candidate.name,
             "step": found.candidate.step,
             "generation": found.candidate.generation,
@@ -54,7 +54,7 @@ def look_rows(looks: Sequence[Look], now_s: float) -> list[dict[str, Any]]:
 
 
 def look_line(found: Look) -> str:
-    return f"{found.place.label}: {found.candidate.name}: {found.state}, {found.why or _size(found)}"
+    return f"{found.tier.label}: {found.candidate.name}: {found.state}, {found.why or _size(found)}"
 
 
 def difference_table(found: Sequence[Difference]) -> Table:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,34 +16,69 @@ from tidegate.cli.options import Json, says_errors
 
 if TYPE_CHECKING:
     from tidegate.checkpoint.places import Place
-    from tidegate.checkpoint.tiers import Candidate
+    from tidegate.checkpoint.scrub import Look
+    from tidegate.checkpoint.tiers import Candidate, Tier
 
 checkpoint = typer.Typer(
     name="checkpoint", no_args_is_help=True, help="Kept checkpoints: list, verify, prune, compare and pin them."
 )
 
-Where = Annotated[str, typer.Argument(metavar="RUN", help="A run's directory (its `--run-dir`).")]
+Where = Annotated[
+    str, typer.Argument(metavar="RUN", help="A run's directory (its `--run-dir`), or s3://bucket/prefix.")
+]
 Which = Annotated[str, typer.Argument(metavar="STEP", help="A step, or a checkpoint's name as `list` shows it.")]
+Endpoint = Annotated[str, typer.Option(help="URL of an S3 that isn't Amazon's; a run's directory knows its own.")]
 
 
-def _places(where: str) -> tuple[Place, ...]:
+def _places(where: str, endpoint: str) -> tuple[Place, ...]:
+    """Where checkpoints are kept for long."""
+    from tidegate.checkpoint.address import is_address
     from tidegate.checkpoint.places import disk_of
+    from tidegate.checkpoint.store_file import read_store_file
 
-    return (disk_of(Path(where)),)
+    if is_address(where):
+        return (_store(where, endpoint or None),)
+    disk, store = disk_of(Path(where)), read_store_file(Path(where))
+    return (disk,) if store is None else (disk, _store(store.store, endpoint or store.endpoint))
 
 
-def _one(what: str) -> tuple[Place, Candidate]:
-    """What `diff` is told to compare."""
+def _store(address: str, endpoint: str | None) -> Place:
+    from tidegate.checkpoint.address import parse_address
+    from tidegate.checkpoint.object_store import ObjectStore
+    from tidegate.errors import CheckpointError
+
+    try:
+        return ObjectStore(parse_address(address), endpoint)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
+
+
+def _tiers(where: str, endpoint: str) -> tuple[Tier, ...]:
+    """All that there is, copies in this machine's memory too."""
+    from tidegate.checkpoint.address import is_address
+    from tidegate.checkpoint.places import memory_of
+
+    places = _places(where, endpoint)
+    return places if is_address(where) else (*memory_of(Path(where)), *places)
+
+
+def _one(what: str, endpoint: str) -> tuple[Place, Candidate]:
+    """What `diff` is told to compare: RUN or RUN@STEP."""
     from tidegate.checkpoint.scrub import State, look, named
     from tidegate.errors import CheckpointError
 
     where, _, which = what.partition("@")
-    looks = [found for place in _places(where) for found in look(place)]
-    good = [found for found in (named(looks, which) if which else looks) if found.state is State.GOOD]
-    if not good:
-        raise CheckpointError(f"{what}: no good checkpoint\nhint: `tidegate checkpoint list {where}` says why")
-    newest = max(good, key=lambda found: found.candidate)
-    return newest.place, newest.candidate
+    good = [
+        (place, found.candidate)
+        for place in _places(where, endpoint)
+        for found in look(place)
+        if found.state is State.GOOD
+    ]
+    if good:
+        there = [candidate for _, candidate in good]
+        wanted = named(there, which) if which else max(there)
+        return good[there.index(wanted)]
+    raise CheckpointError(f"{what}: no good checkpoint\nhint: `tidegate checkpoint list {where}` says why")
 
 
 def _print_json(found: object) -> None:
@@ -52,41 +88,46 @@ def _print_json(found: object) -> None:
 
 @checkpoint.command("list")
 @says_errors
-def list_(where: Where, as_json: Json = False) -> None:
-    """All checkpoints of a run in every place: step, generation, size, age, and why one is not good.
+def list_(where: Where, endpoint: Endpoint = "", as_json: Json = False) -> None:
+    """All checkpoints of a run in every tier: step, generation, size, age, and why one is not good.
 
-    Sizes are checked, content is not: that is `verify`.
+    Sizes are checked, content is not: that is `verify`. Exit code 1 when a tier cannot be looked through.
     """
     from tidegate.checkpoint.scrub import look
     from tidegate.cli.checkpoint_tables import look_rows, look_table
 
-    looks = [found for place in _places(where) for found in look(place)]
+    looks, problems = _each(_tiers(where, endpoint), look)
     if as_json:
         _print_json(look_rows(looks, time.time()))
     else:
         Console().print(look_table(looks, time.time()))
+    _say_problems(problems)
 
 
 @checkpoint.command()
 @says_errors
-def verify(where: Where, as_json: Json = False) -> None:
-    """Read and hash every byte of every checkpoint. Exit code 1 when a committed one is not what its manifest says, or
-    when none is good."""
+def verify(where: Where, endpoint: Endpoint = "", as_json: Json = False) -> None:
+    """Read and hash every byte of every checkpoint on disk and in the store.
+
+    Exit code 1 when a committed one is not what its manifest says, or when none is good.
+    """
     from tidegate.checkpoint.scrub import State, scrub
     from tidegate.cli.checkpoint_tables import look_line, look_rows
 
-    looks = []
-    for place in _places(where):
-        for found in scrub(place):
-            looks.append(found)
+    def read(tier: Tier) -> Iterator[Look]:
+        for found in scrub(tier):
             if not as_json:
-                Console(highlight=False, soft_wrap=True, markup=False).print(look_line(found))
+                _lines().print(look_line(found))
+            yield found
+
+    looks, problems = _each(_places(where, endpoint), read)
     if as_json:
         _print_json(look_rows(looks, time.time()))
     states = {found.state for found in looks}
-    if State.BAD in states or State.GOOD not in states:
-        if not as_json and State.GOOD not in states:
-            typer.echo("no good checkpoint")
+    if State.GOOD not in states:
+        problems.append("no good checkpoint")
+    _say_problems(problems)
+    if State.BAD in states:
         raise typer.Exit(1)
 
 
@@ -94,8 +135,9 @@ def verify(where: Where, as_json: Json = False) -> None:
 @says_errors
 def prune(
     where: Where,
-    keep: Annotated[int, typer.Option(min=1, help="Good ones to leave in each place.")],
+    keep: Annotated[int, typer.Option(min=1, help="Good ones to leave in each tier.")],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    endpoint: Endpoint = "",
 ) -> None:
     """Delete old checkpoints, and torn ones that something newer and good has outdated.
 
@@ -104,12 +146,11 @@ def prune(
     from tidegate.checkpoint.scrub import to_prune
     from tidegate.cli.checkpoint_tables import look_line
 
-    console = Console(highlight=False, soft_wrap=True, markup=False)
-    for place in _places(where):
+    for place in _places(where, endpoint):
         for found in to_prune(place, keep):
             if not dry_run:
                 place.remove(found.candidate)
-            console.print(f"{'would delete' if dry_run else 'deleted'} {look_line(found)}")
+            _lines().print(f"{'would delete' if dry_run else 'deleted'} {look_line(found)}")
 
 
 @checkpoint.command()
@@ -117,6 +158,7 @@ def prune(
 def diff(
     one: Annotated[str, typer.Argument(metavar="A", help="RUN for its newest good one, or RUN@STEP.")],
     other: Annotated[str, typer.Argument(metavar="B", help="The same.")],
+    endpoint: Endpoint = "",
     all_: Annotated[bool, typer.Option("--all", help="Tensors that are equal too.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -127,7 +169,7 @@ def diff(
     from tidegate.checkpoint.difference import differences
     from tidegate.cli.checkpoint_tables import difference_rows, difference_table
 
-    left, right = _one(one), _one(other)
+    left, right = _one(one, endpoint), _one(other, endpoint)
     with left[0].source(left[1]) as source_a, right[0].source(right[1]) as source_b:
         sides = ((source_a, left[0].manifest(left[1])), (source_b, right[0].manifest(right[1])))
         found = list(differences(*sides))
@@ -148,23 +190,55 @@ def pin(
     where: Where,
     which: Which,
     reason: Annotated[str, typer.Option(help="Stands in `list`.")] = "pinned by a person",
+    endpoint: Endpoint = "",
 ) -> None:
-    """Keep a checkpoint whatever the policy says, in every place that has it."""
+    """Keep a checkpoint whatever the policy says, in every tier that keeps it for long."""
     from tidegate.checkpoint.marks import Mark
-    from tidegate.checkpoint.scrub import look, named
 
-    for found in named([found for place in _places(where) for found in look(place)], which):
-        found.place.mark(found.candidate, Mark.PINNED, reason)
-        typer.echo(f"{found.place.label}: {found.candidate.name} is pinned")
+    for place, candidate in _meant(where, which, endpoint):
+        place.mark(candidate, Mark.PINNED, reason)
+        typer.echo(f"{place.label}: {candidate.name} is pinned")
 
 
 @checkpoint.command()
 @says_errors
-def unpin(where: Where, which: Which) -> None:
+def unpin(where: Where, which: Which, endpoint: Endpoint = "") -> None:
     """Leave a pinned checkpoint to the policy again."""
     from tidegate.checkpoint.marks import Mark
-    from tidegate.checkpoint.scrub import look, named
 
-    for found in named([found for place in _places(where) for found in look(place)], which):
-        found.place.unmark(found.candidate, Mark.PINNED)
-        typer.echo(f"{found.place.label}: {found.candidate.name} is not pinned")
+    for place, candidate in _meant(where, which, endpoint):
+        place.unmark(candidate, Mark.PINNED)
+        typer.echo(f"{place.label}: {candidate.name} is not pinned")
+
+
+def _meant(where: str, which: str, endpoint: str) -> list[tuple[Place, Candidate]]:
+    from tidegate.checkpoint.scrub import named
+
+    places = [(place, candidate) for place in _places(where, endpoint) for candidate in place.candidates()]
+    chosen = named([candidate for _, candidate in places], which)
+    return [(place, candidate) for place, candidate in places if candidate == chosen]
+
+
+def _each(tiers: Sequence[Tier], read: Callable[[Tier], Iterable[Look]]) -> tuple[list[Look], list[str]]:
+    """What is read of each; one that cannot be looked through keeps nobody from seeing the others."""
+    from tidegate.errors import CheckpointError
+
+    looks, problems = [], []
+    for tier in tiers:
+        try:
+            for found in read(tier):
+                looks.append(found)
+        except CheckpointError as error:
+            problems.append(f"{tier.label}: {error}")
+    return looks, problems
+
+
+def _say_problems(problems: list[str]) -> None:
+    for problem in problems:
+        _lines(stderr=True).print(f"error: {problem}")
+    if problems:
+        raise typer.Exit(1)
+
+
+def _lines(*, stderr: bool = False) -> Console:
+    return Console(stderr=stderr, highlight=False, soft_wrap=True, markup=False)

@@ -33,6 +33,7 @@ from tidegate.train.parallel import World, joined, split, whole_weights
 from tidegate.train.progress import Phase, Progress
 from tidegate.train.recipe import Recipe
 from tidegate.train.records import Records
+from tidegate.train.shipping import Shipping, check_store, store_tier
 
 
 def run(config: RunConfig, data_dir: Path, run_dir: Path, progress: Progress, *, generation: int = 0) -> None:
@@ -107,15 +108,26 @@ class Run:
         self.step = self.updates = 0
         """Steps done, and those of them that changed the weights."""
         self.guarded = Guarded()
+        self.shipping = Shipping(
+            config.checkpoint, config.name, run_dir, records, rank=world.rank, generation=generation
+        )
         self.saved_step = -1
         """Step of the newest save that was started or restored."""
 
     def go(self) -> None:
         self.progress.phase(Phase.RESTORING)
         spec = self.config.checkpoint
-        keeping = Keeping(self.config.name, self.run_dir, os.environ, in_memory=spec.ram_every_steps is not None)
+        keeping = Keeping(
+            self.config.name,
+            self.run_dir,
+            os.environ,
+            in_memory=spec.ram_every_steps is not None,
+            farther=store_tier(spec, self.config.name),
+        )
         restored = restore(keeping.tiers(), self._parts(), self.world.saving)
         self._resume(restored)
+        if restored.manifest is None:
+            check_store(spec, self.config.name, self.world.saving)
         saver, problem = keeping.saver(
             self._parts(),
             restored,
@@ -126,17 +138,21 @@ class Run:
         )
         if problem is not None:
             self.records.event("no_memory_tier", reason=problem)
-        try:
-            stopped = self._train(saver)
-            failure = self._last_save(saver)
-        finally:
-            saver.close()
-        if failure is None:
-            keeping.forget()
-        if not stopped:
-            self._export()
+        with self.shipping:
+            try:
+                stopped = self._train(saver)
+                failure = self._last_save(saver)
+            finally:
+                saver.close()
+            if failure is None:
+                keeping.forget()
+            if not stopped:
+                self._export()
+            unsent = self.shipping.last(self.progress, self.world.saving, wait=not stopped)
         if failure is not None:
             raise CheckpointError(f"the last save, of step {self.step}, failed: {failure}")
+        if unsent is not None:
+            raise CheckpointError(unsent)
 
     # Steps
 
@@ -159,6 +175,7 @@ class Run:
                 self.records.step(self.step, verdict.loss, verdict.grad_norm, time.perf_counter() - began)
                 self.progress.stepped(self.step, verdict.loss)
                 self._settle(saver.poll())
+                self.shipping.poll()
                 if ruling.do is Do.GIVE_UP:
                     raise DivergedError(self.step, ruling.reason)
                 if ruling.do is Do.ROLL_BACK:
@@ -208,7 +225,7 @@ class Run:
         facts[0] = loss
         if gradients:
             facts[1] = torch.stack(torch._foreach_norm(gradients)).square().sum()
-        facts[2] = float(self.progress.stop_requested())
+        facts[2] = float(self.progress.stop_requested() or self.shipping.gave_up is not None)
         facts[3 + self.world.rank] = float(not torch.isfinite(loss))
         dist.all_reduce(facts)
         total, squares, stop, *bad = facts.tolist()
@@ -318,6 +335,7 @@ class Run:
         if outcome.error is None:
             self.records.commit(outcome)
             self.progress.committed(outcome.step)
+            self.shipping.committed(outcome.step)
         else:
             kind = "save_skipped" if outcome.skipped else "save_failed"
             self.records.event(kind, step=outcome.step, reason=outcome.error)

@@ -19,7 +19,7 @@ CHECKPOINTS = "checkpoints.jsonl"
 """A line a commit."""
 EVENTS = "events.jsonl"
 """What else happened: restored, checkpoint_skipped, resumed_differently, save_failed, step_skipped, rolled_back,
-exported."""
+exported; of the object store: uploaded, upload_failed, upload_left, store_not_pruned."""
 
 logger = logging.getLogger(__name__)
 
