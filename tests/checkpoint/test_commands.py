@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import Result
-from folders import harm, write_checkpoint
+from folders import about, harm, parts_of, tensors, write_checkpoint
 from typer.testing import CliRunner
 
+from tidegate.checkpoint.folders import folder_of
 from tidegate.checkpoint.manifest import MANIFEST
+from tidegate.checkpoint.object_store import ObjectStore
+from tidegate.checkpoint.places import disk_of
+from tidegate.checkpoint.slots import Slot
+from tidegate.checkpoint.store_file import StoreFile, write_store_file
+from tidegate.checkpoint.tiers import Candidate
+from tidegate.checkpoint.upload import send
 from tidegate.cli.main import app
+from tidegate.testing.faulty_proxy import Fault, FaultKind, FaultyProxy
 
 
 def command(*words: object) -> Result:
@@ -132,3 +142,61 @@ def test_a_mistake_is_a_sentence(
     done = command(*words)
     assert done.exit_code == 1
     assert done.stderr.startswith(f"error: {says}")
+
+
+def test_all_tiers_of_a_run(tmp_path: Path, open_store: Callable[..., ObjectStore], proxy: FaultyProxy) -> None:
+    """The run's directory knows its store. Copies in this machine's memory are listed, and nothing else is done to
+    them. The store's address works as well, and is compared with the disk."""
+    store = open_store()
+    for step in (100, 200, 300):
+        write_checkpoint(tmp_path / "checkpoints", step)
+    disk = disk_of(tmp_path)
+    for step in (100, 200):
+        send(disk, store, Candidate(step, 0))
+    write_store_file(tmp_path, StoreFile(store=str(store.address), endpoint=proxy.url))
+    memory = folder_of("r", tmp_path, {})
+    memory.mkdir(parents=True)
+    try:
+        slot = Slot(parts_of(tensors(310), 0, 1), 0, memory / "0.a")
+        slot.fill()
+        slot.seal(about(310))
+        rows = json.loads(command("list", tmp_path, "--json").stdout)
+        assert {(row["tier"], row["step"], row["state"]) for row in rows} == {
+            ("memory", 310, "good"),
+            *(("disk", step, "good") for step in (100, 200, 300)),
+            *(("s3", step, "good") for step in (100, 200)),
+        }
+        assert command("pin", tmp_path, 100).stdout.splitlines() == [
+            "disk: step-00000100.g0 is pinned",
+            "s3: step-00000100.g0 is pinned",
+        ]
+        assert command("prune", tmp_path, "--keep", 1).exit_code == 0
+        assert names(tmp_path) == ["step-00000100.g0", "step-00000300.g0"]
+        assert sorted(store.candidates()) == [Candidate(100, 0), Candidate(200, 0)]
+        slot.close()
+    finally:
+        shutil.rmtree(memory.parent)
+    remote = ("--endpoint", proxy.url)
+    assert command("verify", store.address, *remote).exit_code == 0
+    assert command("diff", f"{tmp_path}@100", f"{store.address}@100", *remote).exit_code == 0
+    assert command("diff", tmp_path, store.address, *remote).stdout.endswith("4 of 4 tensors differ\n")
+    proxy.faults.append(Fault(FaultKind.FORBIDDEN))
+    half = command("list", tmp_path)
+    assert half.exit_code == 1
+    assert "disk" in half.stdout
+    assert half.stderr.startswith("error: s3: s3://checkpoints/runs/test_all_tiers_of_a_run: refused")
+    assert command("list", "s3://bucket").stderr.startswith("error: s3://bucket: must be s3://bucket/prefix")
+
+
+def test_verify_reads_every_byte_in_the_store(tmp_path: Path, open_store: Callable[..., ObjectStore]) -> None:
+    store = open_store()
+    write_checkpoint(tmp_path / "checkpoints", 100)
+    disk = disk_of(tmp_path)
+    send(disk, store, Candidate(100, 0))
+    name = disk.manifest(Candidate(100, 0)).files[0].name
+    content = bytearray(store.get(Candidate(100, 0), name))
+    content[-1] ^= 1
+    store.put(Candidate(100, 0), name, bytes(content))
+    done = command("verify", store.address, "--endpoint", store.s3.meta.endpoint_url)
+    assert done.exit_code == 1
+    assert f"s3: step-00000100.g0: bad, {name}: content differs from its hash" in done.stdout

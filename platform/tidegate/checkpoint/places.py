@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+from tidegate.checkpoint.folders import SHARED_MEMORY, folder_of
 from tidegate.checkpoint.manifest import MANIFEST
 from tidegate.checkpoint.marks import Mark, clear_mark, marks_in, set_mark
 from tidegate.checkpoint.memory import LocalShelf, Memory
-from tidegate.checkpoint.slots import SHARED_MEMORY, folder_of
 from tidegate.checkpoint.tiers import Candidate, Disk, Tier
 from tidegate.errors import CheckpointError
 
