@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.contract import Result  # noqa: E402
 
-NAMES = ("decide", "flip", "fault_to_step")
+NAMES = ("decide", "flip", "fault_to_step", "steady_tax")
 
 
 def run(name: str, options: Sequence[str]) -> Result:

@@ -18,7 +18,7 @@ from benchmarks.contenders import turns  # noqa: E402
 from benchmarks.contenders.flip_turns import Took  # noqa: E402
 from benchmarks.contract import Machine, Metric, Result, compared, figure, growth_exponent  # noqa: E402
 
-from benchmarks import big_fleet, decide, fault_to_step, flip, run  # noqa: E402
+from benchmarks import big_fleet, decide, fault_to_step, flip, run, steady_tax  # noqa: E402
 from tidegate.arbiter.book import ClaimState  # noqa: E402
 from tidegate.ids import Tier  # noqa: E402
 
@@ -196,3 +196,27 @@ def test_a_step_too_many_and_a_wrong_loss_are_published_as_losses(tmp_path: Path
     measured.mismatches = 1
     metrics = fault_to_step.metrics_of(measured)
     assert [name for name, metric in metrics.items() if not metric.holds] == ["steps_lost", "loss_mismatches"]
+
+
+# --- steady_tax -------------------------------------------------------------------------------------------------
+
+
+def test_the_tax_is_the_pace_over_each_peers() -> None:
+    found = steady_tax.metrics_of(
+        {"ours": [0.102, 0.1, 0.3], "torchrun": [0.1, 0.1, 0.1], "ray_train": [0.1, 0.2, 0.3]}
+    )
+    assert found["step_over_torchrun"].ratio == pytest.approx(1.02)
+    assert found["step_over_torchrun"].holds
+    assert found["step_over_ray_train"].ratio == pytest.approx(1.0)
+
+
+def test_a_pace_counts_what_came_between_and_wants_each_step_once(tmp_path: Path) -> None:
+    def write(*steps: int) -> None:
+        lines = [json.dumps({"step": step, "at_s": 10.0 + at}) for at, step in enumerate(steps)]
+        (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+    write(1, 2, 3, 4, 5)
+    assert turns.pace_s(tmp_path, 2, 4) == pytest.approx(1.0)
+    write(1, 2, 3, 2, 3, 4)
+    with pytest.raises(turns.TurnError, match="each done once"):
+        turns.pace_s(tmp_path, 2, 4)
