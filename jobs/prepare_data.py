@@ -8,7 +8,8 @@
 import argparse
 from pathlib import Path
 
-from tidegate.data.prepare import as_text, prepare
+from tidegate.data.layout import as_text
+from tidegate.data.prepare import prepare
 from tidegate.errors import DataError
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

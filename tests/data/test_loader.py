@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from captioned import captioned_images
-from tidegate.data.loader import Batch, Dataset, Loader
+from tidegate.data.dataset import Dataset
+from tidegate.data.loader import Batch, Loader
 from tidegate.data.prepare import prepare
 from tidegate.errors import DataError
 
@@ -61,6 +66,62 @@ def test_any_world_size_sees_the_same_batches(folder: Path) -> None:
         assert positions == list(range(7))
 
 
+@pytest.mark.parametrize(("workers", "kind"), [(3, "thread"), (2, "process")])
+def test_threads_and_processes_read_the_same_batches(folder: Path, workers: int, kind: Any) -> None:
+    """C081, C078: in order, from the step that is asked for, and again after what was read ahead was thrown away."""
+    one = batches(folder, 2)
+    data = Dataset(folder, width=4, height=4, channels=1)
+    with Loader(
+        data,
+        seed=9,
+        global_batch=7,
+        rank=0,
+        world_size=1,
+        start_step=2,
+        end_step=STEPS,
+        workers=workers,
+        kind=kind,
+    ) as loader:
+        assert ids(list(islice(loader, 3))) == ids(one)[:3]
+        found = list(loader)
+    assert ids(found) == ids(one)
+    assert all(torch.equal(a.pixels, b.pixels) and a.captions == b.captions for a, b in zip(found, one, strict=True))
+
+
+def test_what_does_not_fit_the_cache_is_read_again(folder: Path) -> None:
+    small = Dataset(folder, width=4, height=4, channels=1, cache_bytes=10)
+    large = Dataset(folder, width=4, height=4, channels=1)
+    for step in range(6):
+        ours, theirs = (data.rows(data.ids(9, step, 7)) for data in (small, large))
+        assert (ours.pixels == theirs.pixels).all()
+        assert ours.captions == theirs.captions
+    assert len(small._cache._read) == 1
+    assert len(large._cache._read) == 3
+
+
+def test_one_size_a_batch(tmp_path: Path) -> None:
+    """C071, C075 with buckets: at 3 ranks the parts make the batches of one rank, and no batch mixes sizes."""
+    images = captioned_images(tmp_path / "images", 12)
+    for number in range(7):
+        Image.fromarray(np.full((4, 8), 40 * number, dtype=np.uint8)).save(images / f"{number:03d}.png")
+    prepare(images, tmp_path / "data", seed=0, rows_per_shard=3)
+    with pytest.raises(DataError, match="images must be 4x4, has 5 of 4x4, 7 of 8x4"):
+        Dataset(tmp_path / "data", width=4, height=4, channels=1)
+    data = Dataset(tmp_path / "data", width=4, height=4, channels=1, buckets=True)
+
+    def read(rank: int, world_size: int) -> list[Batch]:
+        loader = Loader(data, seed=9, global_batch=4, rank=rank, world_size=world_size, start_step=0, end_step=10)
+        with loader:
+            return list(loader)
+
+    whole, parts = read(0, 1), [read(rank, 3) for rank in range(3)]
+    assert {str(batch.size) for batch in whole} == {"4x4", "8x4"}
+    for step, batch in enumerate(whole):
+        assert batch.pixels.shape[1:] == (1, 4, batch.size.width)
+        assert sum((part[step].ids for part in parts), ()) == batch.ids
+        assert torch.equal(torch.cat([part[step].pixels for part in parts]), batch.pixels)
+
+
 def test_pixels_and_captions_belong_together(folder: Path) -> None:
     seen = {}
     for batch in batches(folder, 0):
@@ -79,7 +140,12 @@ def test_leaving_early_ends_the_thread(folder: Path) -> None:
     data = Dataset(folder, width=4, height=4, channels=1)
     with Loader(data, seed=9, global_batch=7, rank=0, world_size=1, start_step=0, end_step=10**9) as loader:
         next(iter(loader))
-    assert not loader._thread.is_alive()
+        assert reading_ahead()
+    assert not reading_ahead()
+
+
+def reading_ahead() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("read-ahead")]
 
 
 def test_images_of_another_size_are_refused_before_training(folder: Path) -> None:

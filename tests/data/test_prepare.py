@@ -11,14 +11,16 @@ import pyarrow.parquet as pq
 import pytest
 
 from captioned import captioned_images
+from tidegate.data.buckets import Size
 from tidegate.data.layout import read_index
 from tidegate.data.prepare import prepare
+from tidegate.data.storage import Folder
 from tidegate.errors import DataError
 
 
 def captions(folder: Path) -> list[tuple[str, str]]:
     rows = []
-    for shard in read_index(folder).shards:
+    for shard in read_index(Folder.at(folder)).shards:
         table = pq.read_table(folder / shard.name)
         assert table.num_rows == shard.rows
         rows += [(row["image"]["path"], row["text"]) for row in table.to_pylist()]
@@ -38,7 +40,7 @@ def test_all_rows_once_in_an_order_that_the_seed_decides(tmp_path: Path) -> None
     assert [shard.rows for shard in index.shards] == [10, 10, 5]
     assert captions(tmp_path / "a") == captions(tmp_path / "b") != captions(tmp_path / "c")
     assert sorted(captions(tmp_path / "a")) == sorted(listed(images)) != captions(tmp_path / "a")
-    assert index.sizes == {"4x4": 25}
+    assert index.buckets == {Size(4, 4): 25}
 
 
 def test_shards_have_the_layout_of_datasets(tmp_path: Path) -> None:
@@ -46,7 +48,8 @@ def test_shards_have_the_layout_of_datasets(tmp_path: Path) -> None:
     prepare(images, tmp_path / "out", seed=0, rows_per_shard=10)
     schema = pq.read_schema(tmp_path / "out" / "train-00000-of-00001.parquet")
     features = json.loads(schema.metadata[b"huggingface"])["info"]["features"]
-    assert features == {"image": {"_type": "Image"}, "text": {"dtype": "string", "_type": "Value"}}
+    text = {"dtype": "string", "_type": "Value"}
+    assert features == {"image": {"_type": "Image"}, "text": text, "text_short": text}
     row = pq.read_table(tmp_path / "out" / "train-00000-of-00001.parquet").to_pylist()[0]
     assert row["image"]["bytes"] == (images / row["image"]["path"]).read_bytes()
 
@@ -59,8 +62,10 @@ def test_bad_images_are_listed_and_cost_nobody_else(tmp_path: Path) -> None:
     with (images / "metadata.jsonl").open("a") as file:
         file.write('{"file_name": "../secret.png", "text": "no"}\nnot json\n{"file_name": "003.png"}\n')
     index = prepare(images, tmp_path / "out", seed=0, rows_per_shard=10)
-    assert (index.rows, index.bad_rows) == (3, 6)
-    why = {row.file_name: row.why for row in index.bad}
+    assert (index.rows, index.rejected_rows) == (3, 6)
+    listed_rows = (tmp_path / "out" / "rejected.jsonl").read_text().splitlines()
+    why = {row["source"]: row["why"] for row in map(json.loads, listed_rows)}
+    assert {row.source: row.why for row in index.rejected_first} == why
     assert why["001.png"] == "No such file or directory"
     assert why["../secret.png"] == "lies outside the folder"
     assert why["metadata.jsonl:9"] == "no 'text'"
@@ -75,7 +80,11 @@ def listed_good(images: Path) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(
     ("left", "says"),
-    [("nothing", "no such folder"), ("folder", "metadata.jsonl: missing"), ("empty list", "metadata.jsonl: empty")],
+    [
+        ("nothing", "no such folder, or nothing in it"),
+        ("folder", "no such folder, or nothing in it"),
+        ("empty list", "metadata.jsonl: empty"),
+    ],
 )
 def test_nothing_to_prepare_names_the_fix(tmp_path: Path, left: str, says: str) -> None:
     images = tmp_path / "images"
@@ -92,7 +101,7 @@ def test_only_bad_images_leave_nothing_behind(tmp_path: Path) -> None:
     images = captioned_images(tmp_path / "images", 2)
     for image in images.glob("*.png"):
         image.write_bytes(b"no")
-    with pytest.raises(DataError, match="no usable image, 2 bad"):
+    with pytest.raises(DataError, match="no usable image, 2 rejected"):
         prepare(images, tmp_path / "out", seed=0, rows_per_shard=10)
     assert [path.name for path in tmp_path.iterdir()] == ["images"]
 
@@ -112,8 +121,22 @@ def test_the_job(tmp_path: Path) -> None:
     job = Path(__file__).parents[2] / "jobs" / "prepare_data.py"
     command = [sys.executable, str(job), "--images", str(images), "--out", str(tmp_path / "out"), "--seed", "5"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "2 images (2 of 4x4) in 1 shards, 1 bad" in done.stdout
-    assert "bad: 001.png: " in done.stdout
+    assert "2 images (2 of 4x4) in 1 shards, 1 rejected" in done.stdout
+    assert "rejected: 001.png: " in done.stdout
     again = subprocess.run(command, capture_output=True, text=True, check=False)
     assert again.returncode == 1
     assert "hint: remove it" in again.stderr
+
+
+def test_captions_long_and_short_from_files_beside_the_images(tmp_path: Path) -> None:
+    images = captioned_images(tmp_path / "images", 3)
+    (images / "metadata.jsonl").unlink()
+    (images / "000.png").rename(images / "deep.png")
+    (images / "deep.txt").write_text("a long caption\n")
+    (images / "deep.short.txt").write_text("short")
+    (images / "001.txt").write_text(" \n")
+    index = prepare(images, tmp_path / "out", seed=0, rows_per_shard=10)
+    [row] = pq.read_table(tmp_path / "out" / "train-00000-of-00001.parquet").to_pylist()
+    assert (row["text"], row["text_short"]) == ("a long caption", "short")
+    why = {row.source: row.why for row in index.rejected_first}
+    assert why == {"001.png": "empty caption", "002.png": "no caption: no metadata.jsonl, and no 002.txt"}

@@ -16,7 +16,8 @@ from captioned import captioned_images, tiny_run
 from tidegate.checkpoint.disk import Saver
 from tidegate.checkpoint.restore import Checkpoint, full_model_weights, newest_good, newest_good_for_all, verified
 from tidegate.checkpoint.shards import Part
-from tidegate.data.loader import Batch, Dataset
+from tidegate.data.dataset import Dataset
+from tidegate.data.loader import Batch
 from tidegate.data.order import order
 from tidegate.data.prepare import prepare
 from tidegate.errors import CheckpointError

@@ -15,8 +15,8 @@ from tidegate.checkpoint.disk import Outcome, Saver
 from tidegate.checkpoint.manifest import Manifest
 from tidegate.checkpoint.restore import MODEL, Checkpoint, Found, load, newest_good_for_all
 from tidegate.checkpoint.shards import Part
-from tidegate.data.loader import Batch, Dataset, Loader
-from tidegate.data.order import order
+from tidegate.data.dataset import Dataset
+from tidegate.data.loader import Batch, Loader
 from tidegate.data.text import ByteText
 from tidegate.errors import CheckpointError, DataError, DivergedError
 from tidegate.train.config import RunConfig
@@ -179,8 +179,7 @@ class Run:
 
     def _samples(self, step: int) -> list[int]:
         """Ids of the global batch of `step`, counted from 0."""
-        ids = order(self.config.seed, step, self.config.global_batch, len(self.data))
-        return [int(sample) for sample in ids]
+        return [int(sample) for sample in self.data.ids(self.config.seed, step, self.config.global_batch)]
 
     def _loss(self, batch: Batch) -> Tensor:
         """Sum of the losses of this rank's samples."""
