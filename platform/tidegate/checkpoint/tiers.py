@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Protocol, Self
 
 from tidegate.checkpoint.manifest import MANIFEST, Manifest, folder_name, parse_manifest, parse_name
+from tidegate.checkpoint.marks import refuse_bad
 from tidegate.errors import CheckpointError
 
 PAGE = 4096
@@ -119,6 +120,7 @@ class Disk:
             raise CheckpointError(f"{MANIFEST}: {error.strerror}") from None
         manifest = parse_manifest(data)
         check_owner(manifest, candidate)
+        refuse_bad(folder)
         for file in manifest.files:
             try:
                 size = (folder / file.name).stat().st_size

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from tidegate.cli.checkpoints import checkpoint
 from tidegate.cli.look import look
 from tidegate.cli.options import Address, Json, says_errors
 from tidegate.ids import Tier
@@ -34,6 +35,7 @@ on a Ray cluster that runs already, `tidegate up --app serve_apps/images.yaml`.
 )
 
 app.add_typer(look)
+app.add_typer(checkpoint)
 
 PolicyFile = Annotated[Path, typer.Option("--policy", help="The operator's settings.")]
 
