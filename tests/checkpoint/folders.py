@@ -56,3 +56,16 @@ def write_checkpoint(checkpoints: Path, step: int, *, generation: int = 0, world
     manifest = about(step, generation, world_size).model_copy(update={"files": tuple(files)})
     write_synced(folder / MANIFEST, manifest.model_dump_json().encode())
     return folder
+
+
+def harm(folder: Path, how: str) -> None:
+    """Flip a bit of the second rank's shard, cut its last byte off, or lose it."""
+    shard = folder / file_name(1)
+    data = bytearray(shard.read_bytes())
+    if how == "flip":
+        data[-1] ^= 1
+        shard.write_bytes(data)
+    elif how == "cut":
+        shard.write_bytes(data[:-1])
+    else:
+        shard.unlink()

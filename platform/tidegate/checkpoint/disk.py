@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from tidegate.checkpoint.files import FileSeen, sync_folder, write_synced
 from tidegate.checkpoint.manifest import MANIFEST, Manifest, folder_name, parse_name
+from tidegate.checkpoint.marks import is_bad, is_kept
 from tidegate.checkpoint.retention import Seen, doomed
 from tidegate.checkpoint.shards import Part, Stage, file_name
 from tidegate.spec.policy import Model
@@ -138,7 +139,11 @@ class Saver:
     def _retire(self) -> None:
         here = [(parse_name(path.name), path) for path in self._checkpoints.iterdir()]
         paths = {
-            Seen(*name, good=path.name not in self._rotten and (path / MANIFEST).exists()): path
+            Seen(
+                *name,
+                good=path.name not in self._rotten and (path / MANIFEST).exists() and not is_bad(path),
+                kept=is_kept(path),
+            ): path
             for name, path in here
             if name is not None
         }

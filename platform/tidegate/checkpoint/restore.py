@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tidegate.checkpoint.files import file_problem
 from tidegate.checkpoint.manifest import MANIFEST, Manifest, parse_manifest, parse_name
+from tidegate.checkpoint.marks import refuse_bad
 from tidegate.checkpoint.shards import Part, read_parts, whole_shapes
 from tidegate.errors import CheckpointError
 
@@ -79,6 +80,7 @@ def verified(folder: Path) -> Manifest:
     manifest = parse_manifest(data)
     if parse_name(folder.name) != (manifest.step, manifest.generation):
         raise CheckpointError(f"{MANIFEST} is of step {manifest.step}, generation {manifest.generation}")
+    refuse_bad(folder)
     for file in manifest.files:
         problem = file_problem(folder, file)
         if problem is not None:
