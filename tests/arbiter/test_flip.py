@@ -10,7 +10,7 @@ from story import NODES, Story, ask, gpu
 
 from tidegate.arbiter.claim import group_name
 from tidegate.arbiter.drain import STOP_REPEAT_S
-from tidegate.arbiter.messages import GangPhase, PoolLoad, Spillway
+from tidegate.arbiter.messages import GangPhase, Spillway
 from tidegate.arbiter.moves import Advance, CreateGroup, RemoveGroup, Route, SetTarget, StopReplicas
 from tidegate.arbiter.states import ClaimState
 from tidegate.arbiter.view import DOMAIN_LABEL
@@ -126,35 +126,6 @@ def test_what_is_in_flight_past_the_drains_deadline_is_cut_off(story: Story) -> 
     assert stop.pools == (pool_name(NODES[0]),)
     lowered = min(m.at_s for m in story.journal.moves if isinstance(m, SetTarget) and m.claim == claim)
     assert 4.0 <= stop.at_s - lowered < 4.5
-
-
-def at_pools(**ongoing: int) -> dict[str, object]:
-    """What a gateway says: its requests at each node's pool, the nodes by their letters."""
-    loads = {pool_name(node): ongoing[node[0]] for node in NODES if node[0] in ongoing}
-    return {"pools": tuple(PoolLoad(pool=pool, replicas=0, ongoing=count) for pool, count in loads.items())}
-
-
-def test_replicas_that_do_nothing_are_stopped_at_once(story: Story) -> None:
-    """Serve's own way to their end takes up to a second more."""
-    story.fleet.stuck.add(NODES[0])
-    story.gateway_says = at_pools(a=0, b=0, c=0)
-    claim = story.file(ask())
-    story.until(claim, ClaimState.GRANTED)
-    stop = next(move for move in story.journal.moves if isinstance(move, StopReplicas))
-    lowered = min(m.at_s for m in story.journal.moves if isinstance(m, SetTarget) and m.claim == claim)
-    assert stop.at_s - lowered <= 0.4
-    assert "no request is under way" in stop.reason
-
-
-@pytest.mark.parametrize("says", [at_pools(a=1, b=0, c=0), at_pools(b=0, c=0)], ids=["at work", "unknown"])
-def test_replicas_that_may_do_something_are_not(story: Story, says: dict[str, object]) -> None:
-    story.fleet.stuck.add(NODES[0])
-    story.gateway_says = says
-    claim = story.file(replace(ask(), drain_deadline_s=4.0))
-    story.until(claim, ClaimState.GRANTED)
-    stop = next(move for move in story.journal.moves if isinstance(move, StopReplicas))
-    lowered = min(m.at_s for m in story.journal.moves if isinstance(m, SetTarget) and m.claim == claim)
-    assert stop.at_s - lowered >= 4.0
 
 
 def test_serves_own_drain_deadline_is_the_longest(story: Story) -> None:

@@ -1,8 +1,7 @@
 """How nodes are emptied of replicas for a claim, in the order that Ray forces on us. Pure.
 
 Gateways hear it first and spill; once they follow, targets go to 0; what a replica still does when the drain's time is
-over is cut off, and its gateway has it answered by a provider. Replicas that do nothing are stopped at once: Serve's
-own way to their end takes up to a second more.
+over is cut off, and its gateway has it answered by a provider.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from tidegate.arbiter.claim import Claim
 from tidegate.arbiter.messages import Spillway
 from tidegate.arbiter.moves import Move, Route, SetTarget, StopReplicas
 from tidegate.arbiter.situation import NOTHING, Moves, Situation
-from tidegate.ids import NodeId, PoolName
+from tidegate.ids import NodeId
 
 STOP_REPEAT_S = 2.0
 """Replicas that are still there after this long are cut off again."""
@@ -53,24 +52,12 @@ def drain(s: Situation, claim: Claim, nodes: Collection[NodeId]) -> Moves:
     limit_s = drain_deadline_s(s, claim)
     still = tuple(pool.name for pool in pools if pool.stopping > 0)
     began_s, stopped_s = claim.drains_since_s, claim.stopped_at_s
-    if not still or began_s is None:
+    if not still or began_s is None or s.now_s - began_s < limit_s:
         return NOTHING
     if stopped_s is not None and s.now_s - stopped_s < STOP_REPEAT_S:
         return NOTHING
-    if s.now_s - began_s >= limit_s:
-        reason = f"the drain's {limit_s:.0f} s are over: what {len(still)} pools still do is answered elsewhere"
-    # All of them together: a stop that leaves a busy one out would put off the one that is due at the deadline.
-    elif all(pool.running + pool.starting == 0 for pool in pools) and _do_nothing(s, still):
-        reason = f"no request is under way at {len(still)} pools"
-    else:
-        return NOTHING
+    reason = f"the drain's {limit_s:.0f} s are over: what {len(still)} pools still do is answered elsewhere"
     return (StopReplicas(claim=claim.id, pools=still, reason=reason, at_s=s.now_s),), reason
-
-
-def _do_nothing(s: Situation, pools: Collection[PoolName]) -> bool:
-    """Whether every gateway says so. They follow the orders that keep requests off these pools."""
-    said = [{load.pool: load.ongoing for load in gateway.pools} for gateway in s.gateways]
-    return bool(said) and all(ongoing.get(pool) == 0 for ongoing in said for pool in pools)
 
 
 def drain_deadline_s(s: Situation, claim: Claim) -> float:

@@ -109,8 +109,7 @@ class Join:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopReplicas:
-    """Replicas that were told to stop are ended: because they do nothing, or because the drain's time is over. Then the
-    gateways have what they still did answered elsewhere."""
+    """The drain's time is over: what a pool still does is cut off, and the gateways have it answered elsewhere."""
 
     kind: Literal["stop_replicas"] = "stop_replicas"
     claim: ClaimId
