@@ -173,9 +173,10 @@ class CheckpointSpec(Model):
 
     @model_validator(mode="after")
     def _store_fits(self) -> CheckpointSpec:
-        if self.store is None and (
-            given := sorted(name for name in self.model_fields_set if name.startswith("store_"))
-        ):
+        # Not by what was given: a config that was written out whole is read again.
+        fields = [(name, field.default) for name, field in type(self).model_fields.items() if name.startswith("store_")]
+        given = sorted(name for name, default in fields if getattr(self, name) != default)
+        if self.store is None and given:
             raise ValueError(f"{given[0]} does nothing without store")
         if (self.store_every_steps or self.every_steps) % self.every_steps:
             raise ValueError(f"store_every_steps must be a multiple of every_steps, {self.every_steps}")
