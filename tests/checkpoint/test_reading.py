@@ -20,7 +20,7 @@ from tidegate.errors import CheckpointError
 class Counting:
     """A source that counts what it lends."""
 
-    streams = 3
+    streams, chunk_bytes = 3, 1 << 20
 
     def __init__(self, folder: Path) -> None:
         self._source, self.lent = FolderSource(folder), 0

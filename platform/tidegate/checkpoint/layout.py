@@ -23,6 +23,7 @@ from tidegate.checkpoint.sums import BLOCK_BYTES, HEX_DIGITS, LENGTH_BYTES, PAGE
 from tidegate.errors import CheckpointError
 
 _OFFSETS = "DCP_SHARDING_INFO"
+_CACHED_BYTES = 1 << 20
 
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
@@ -132,6 +133,11 @@ class Header:
     @property
     def body_bytes(self) -> int:
         return self.file.bytes - self.file.header_bytes
+
+    @property
+    def cached_bytes(self) -> int:
+        """So many bytes, whole blocks, are checked and then copied: they are in a processor's cache in between."""
+        return max(self.block_bytes, _CACHED_BYTES // self.block_bytes * self.block_bytes)
 
     def check(self, begin: int, data: memoryview) -> None:
         """Check whole blocks of the body, the first of which begins at `begin`.

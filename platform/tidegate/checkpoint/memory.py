@@ -6,8 +6,6 @@ node's is a folder in shared memory, another node's is asked over the network (`
 
 from __future__ import annotations
 
-import mmap
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +13,7 @@ from typing import Protocol, Self
 
 from tidegate.checkpoint.folders import HELD, SlotFolder
 from tidegate.checkpoint.manifest import Manifest, ShardSeen
-from tidegate.checkpoint.tiers import Candidate
+from tidegate.checkpoint.tiers import Candidate, FolderSource
 from tidegate.errors import CheckpointError, UnfinishedError
 
 
@@ -63,9 +61,7 @@ class LocalShelf:
     label = "memory"
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._mapped: dict[str, memoryview] = {}
-        self._lock = threading.Lock()
+        self._folder, self._files = folder, FolderSource(folder)
 
     def copies(self) -> Sequence[Copy]:
         folders = [self._folder, *sorted((self._folder / HELD).glob("*"))]
@@ -77,24 +73,11 @@ class LocalShelf:
         ]
 
     def view(self, copy: Copy, offset: int, count: int, scratch: memoryview) -> memoryview:
-        with self._lock:
-            if copy.key not in self._mapped:
-                try:
-                    with (self._folder / copy.key).open("rb") as file:
-                        # Private and writable, for torch warns of memory that is read-only; nothing is written.
-                        memory = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE)
-                except (OSError, ValueError) as error:
-                    raise CheckpointError(f"{copy.shard.name}: {error}") from None
-                self._mapped[copy.key] = memoryview(memory)
-            mapped = self._mapped[copy.key]
-        if offset + count > len(mapped):
-            raise CheckpointError(
-                f"{copy.shard.name}: ends at {len(mapped)}, {offset + count - len(mapped)} bytes early"
-            )
-        return mapped[offset : offset + count]
+        # Read and not mapped: a new process would pay for each page of a mapping more than for the copy.
+        return self._files.view(copy.key, offset, count, scratch)
 
     def close(self) -> None:
-        self._mapped = {}
+        self._files.__exit__()
 
 
 class Memory:
@@ -138,7 +121,7 @@ class Memory:
 
 
 class MemorySource:
-    streams = 2
+    streams, chunk_bytes = 2, 1 << 20
 
     def __init__(self, places: Mapping[str, tuple[Shelf, Copy]]) -> None:
         self._places = places

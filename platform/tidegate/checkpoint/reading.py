@@ -22,9 +22,6 @@ from tidegate.checkpoint.sums import PAGE
 from tidegate.checkpoint.tiers import Source
 from tidegate.errors import CheckpointError
 
-_CHUNK_BYTES = 4 << 20
-"""Read at once by a thread; a block at least."""
-
 
 @dataclass(frozen=True, slots=True)
 class _Want:
@@ -142,21 +139,19 @@ def _flat(tensor: Tensor) -> Tensor:
 
 def _read(source: Source, wanted: Sequence[tuple[Header, list[_Want]]], *, copy: bool = True) -> int:
     """Read all that is wanted, by as many threads as the source likes; how many bytes."""
-    jobs = [job for header, wants in wanted for job in _jobs(header, wants)]
+    jobs = [job for header, wants in wanted for job in _jobs(header, wants, source.chunk_bytes)]
     here = threading.local()
 
     def one(job: tuple[Header, int, int, list[_Want]]) -> None:
         header, begin, end, wants = job
         if not hasattr(here, "scratch"):
-            here.scratch = memoryview(mmap.mmap(-1, _CHUNK_BYTES))
+            here.scratch = memoryview(mmap.mmap(-1, source.chunk_bytes))
         data = source.view(header.file.name, header.file.header_bytes + begin, end - begin, here.scratch)
-        header.check(begin, data)
-        if not copy:
-            return
-        for want in wants:
-            first, last = max(begin, want.begin), min(end, want.end)
-            piece = torch.frombuffer(data, dtype=torch.uint8, count=last - first, offset=first - begin)
-            want.target[first - want.begin : last - want.begin].copy_(piece)
+        for at in range(begin, end, header.cached_bytes):
+            cached = data[at - begin : at - begin + header.cached_bytes]
+            header.check(at, cached)
+            if copy:
+                _spread(cached, at, wants)
 
     if len(jobs) <= 1 or source.streams == 1:
         for job in jobs:
@@ -168,7 +163,17 @@ def _read(source: Source, wanted: Sequence[tuple[Header, list[_Want]]], *, copy:
     return sum(end - begin for _, begin, end, _ in jobs)
 
 
-def _jobs(header: Header, wants: Iterable[_Want]) -> Iterator[tuple[Header, int, int, list[_Want]]]:
+def _spread(data: memoryview, begin: int, wants: Iterable[_Want]) -> None:
+    """Copy checked bytes of a body, the first of which is at `begin`, to where they are wanted."""
+    end = begin + len(data)
+    for want in wants:
+        first, last = max(begin, want.begin), min(end, want.end)
+        if first < last:
+            piece = torch.frombuffer(data, dtype=torch.uint8, count=last - first, offset=first - begin)
+            want.target[first - want.begin : last - want.begin].copy_(piece)
+
+
+def _jobs(header: Header, wants: Iterable[_Want], chunk_bytes: int) -> Iterator[tuple[Header, int, int, list[_Want]]]:
     """What to read of a body, and what for: whole blocks, each once, in pieces for a thread."""
     block = header.block_bytes
     ordered = sorted((want for want in wants if want.end > want.begin), key=lambda want: want.begin)
@@ -181,7 +186,7 @@ def _jobs(header: Header, wants: Iterable[_Want]) -> Iterator[tuple[Header, int,
         else:
             stretches.append([begin, end])
     for first, last in stretches:
-        for begin in range(first, last, _CHUNK_BYTES):
-            end = min(begin + _CHUNK_BYTES, last)
+        for begin in range(first, last, chunk_bytes):
+            end = min(begin + chunk_bytes, last)
             after = bisect.bisect_right(ends, begin)
             yield header, begin, end, list(itertools.takewhile(lambda want: want.begin < end, ordered[after:]))  # noqa: B023

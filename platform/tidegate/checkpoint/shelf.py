@@ -24,7 +24,7 @@ from tidegate.checkpoint.files import write_renamed
 from tidegate.checkpoint.folders import HELD, SlotFolder, room_problem, seal_of
 from tidegate.checkpoint.manifest import Manifest
 from tidegate.checkpoint.memory import Copy, LocalShelf
-from tidegate.checkpoint.sums import image_problem
+from tidegate.checkpoint.sums import PAGE, image_problem
 from tidegate.errors import CheckpointError
 
 log = logging.getLogger(__name__)
@@ -97,7 +97,10 @@ class ShelfServer:
         try:
             if copy is None:
                 raise CheckpointError(f"{asked['key']}: not on this shelf")
-            view = shelf.view(copy, asked["offset"], asked["count"], memoryview(b""))
+            if asked["count"] > copy.shard.bytes:
+                raise CheckpointError(f"{asked['key']}: has {copy.shard.bytes} bytes")
+            scratch = memoryview(mmap.mmap(-1, -(-asked["count"] // PAGE) * PAGE))
+            view = shelf.view(copy, asked["offset"], asked["count"], scratch)
         except CheckpointError as error:
             connection.send_bytes(json.dumps(str(error)).encode())
             return

@@ -43,6 +43,11 @@ class Source(Protocol):
         """So many threads at once make reading fastest."""
         ...
 
+    @property
+    def chunk_bytes(self) -> int:
+        """So much in one piece makes it fastest: a power of two from 1 MiB on."""
+        ...
+
     def view(self, file: str, offset: int, count: int, scratch: memoryview) -> memoryview:
         """`count` bytes of `file` from `offset`, a page's beginning, on: memory that holds them, or `scratch`, filled.
 
@@ -151,7 +156,7 @@ def check_owner(manifest: Manifest, candidate: Candidate) -> None:
 class FolderSource:
     """Files of a folder, read past the page cache where they are large and the file system takes that."""
 
-    streams = 4
+    streams, chunk_bytes = 4, 4 << 20
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

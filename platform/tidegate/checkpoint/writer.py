@@ -34,6 +34,7 @@ _STREAMS = 4
 """More than one keeps a disk's queue filled; from four on it makes no difference (measured on NVMe)."""
 _DIRECT_FROM_BYTES = 1 << 20
 
+_LEAVE_DEADLINE_S = 5.0
 _NICE = 10
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 """The number of a system call that has no wrapper."""
@@ -86,7 +87,11 @@ class Writer:
         assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
-        self._process.wait()
+        try:
+            self._process.wait(_LEAVE_DEADLINE_S)
+        except subprocess.TimeoutExpired:  # held up by its disk
+            self._process.kill()
+            self._process.wait()
         self._process.stdout.close()
 
     def _tell(self, line: dict[str, Any]) -> None:
