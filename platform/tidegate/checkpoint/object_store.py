@@ -252,6 +252,8 @@ class ObjectSource:
     s3: Any
     candidate: Candidate
     streams: int = STREAMS
+    chunk_bytes: int = 8 << 20
+    """A request costs a round trip whatever its size."""
 
     def view(self, file: str, offset: int, count: int, scratch: memoryview) -> memoryview:
         if not count:
