@@ -120,6 +120,9 @@ class CheckpointSpec(Model):
     """How many stay in the store; the newest good one always does. null: all."""
     store_attempts: Positive = 6
     """How often a request to the store is tried, with growing waits (up to 20 s) in between."""
+    drill_every_s: Annotated[float, Field(gt=0)] | None = None
+    """How often the newest checkpoint is brought to life in a process of its own (`tidegate.train.drill`); null: never.
+    It takes one CPU when nobody wants it, and memory for the network."""
     store_failures_max: NotNegative = 3
     """So many checkpoints in a row may fail to reach the store; one more and the run saves, and stops."""
 
@@ -132,9 +135,9 @@ class CheckpointSpec(Model):
 
     @model_validator(mode="after")
     def _store_fits(self) -> CheckpointSpec:
-        if self.store is None and (
-            given := sorted(name for name in self.model_fields_set if name.startswith("store_"))
-        ):
+        fields = type(self).model_fields
+        given = [name for name in fields if name.startswith("store_") and getattr(self, name) != fields[name].default]
+        if self.store is None and given:
             raise ValueError(f"{given[0]} does nothing without store")
         if (self.store_every_steps or self.every_steps) % self.every_steps:
             raise ValueError(f"store_every_steps must be a multiple of every_steps, {self.every_steps}")

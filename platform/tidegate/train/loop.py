@@ -24,6 +24,8 @@ from tidegate.data.order import order
 from tidegate.data.text import ByteText
 from tidegate.errors import CheckpointError, DataError, DivergedError
 from tidegate.train.config import RunConfig
+from tidegate.train.config_file import write_config
+from tidegate.train.drills import Drills
 from tidegate.train.export import write_export
 from tidegate.train.guard import Do, Guarded, Ruling, judge
 from tidegate.train.model import positions, seeded, to_tokens, velocity
@@ -64,6 +66,8 @@ def run(config: RunConfig, data_dir: Path, run_dir: Path, progress: Progress, *,
             generation=generation,
             log_every_steps=config.log_every_steps,
         ) as records:
+            if world.rank == 0:
+                write_config(run_dir, config)
             Run(config, data, run_dir, progress, world, generation, records).go()
     progress.phase(Phase.DONE)
 
@@ -111,6 +115,7 @@ class Run:
         self.shipping = Shipping(
             config.checkpoint, config.name, run_dir, records, rank=world.rank, generation=generation
         )
+        self.drills = Drills(config.checkpoint.drill_every_s if world.rank == 0 else None, run_dir, records)
         self.saved_step = -1
         """Step of the newest save that was started or restored."""
 
@@ -138,7 +143,7 @@ class Run:
         )
         if problem is not None:
             self.records.event("no_memory_tier", reason=problem)
-        with self.shipping:
+        with self.shipping, self.drills:
             try:
                 stopped = self._train(saver)
                 failure = self._last_save(saver)
@@ -176,6 +181,7 @@ class Run:
                 self.progress.stepped(self.step, verdict.loss)
                 self._settle(saver.poll())
                 self.shipping.poll()
+                self.drills.poll()
                 if ruling.do is Do.GIVE_UP:
                     raise DivergedError(self.step, ruling.reason)
                 if ruling.do is Do.ROLL_BACK:
@@ -336,6 +342,7 @@ class Run:
             self.records.commit(outcome)
             self.progress.committed(outcome.step)
             self.shipping.committed(outcome.step)
+            self.drills.committed()
         else:
             kind = "save_skipped" if outcome.skipped else "save_failed"
             self.records.event(kind, step=outcome.step, reason=outcome.error)

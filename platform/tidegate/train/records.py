@@ -19,7 +19,8 @@ CHECKPOINTS = "checkpoints.jsonl"
 """A line a commit."""
 EVENTS = "events.jsonl"
 """What else happened: restored, checkpoint_skipped, resumed_differently, save_failed, step_skipped, rolled_back,
-exported; of the object store: uploaded, upload_failed, upload_left, store_not_pruned."""
+exported. Of the object store: uploaded, upload_failed, upload_left, store_not_pruned. Of restore drills: drill_passed,
+drill_failed, drill_impossible."""
 
 logger = logging.getLogger(__name__)
 
