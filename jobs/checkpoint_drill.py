@@ -15,7 +15,8 @@ from tidegate.errors import TidegateError
 from tidegate.spec.load import load_model
 from tidegate.train.config import RunConfig
 from tidegate.train.config_file import read_config
-from tidegate.train.drill import as_text, drill_places
+from tidegate.train.drill import drill_places
+from tidegate.train.drilled import as_text
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("run_dir", type=Path, help="the run's directory")

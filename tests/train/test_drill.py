@@ -29,7 +29,8 @@ from tidegate.checkpoint.tiers import Candidate
 from tidegate.cli.main import app
 from tidegate.data.prepare import prepare
 from tidegate.testing.fake_clock import FakeClock
-from tidegate.train.drill import DRILLS, drill
+from tidegate.train.drill import drill
+from tidegate.train.drilled import DRILLS
 from tidegate.train.drills import Drills
 from tidegate.train.records import Records
 from waiting import wait_until

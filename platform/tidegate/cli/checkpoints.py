@@ -204,7 +204,8 @@ def drill(
     from tidegate.spec.load import load_model
     from tidegate.train.config import RunConfig
     from tidegate.train.config_file import read_config
-    from tidegate.train.drill import as_text, drill_places
+    from tidegate.train.drill import drill_places
+    from tidegate.train.drilled import as_text
 
     give_way()
     config = read_config(where) if config_file is None else load_model(config_file, RunConfig)

@@ -14,7 +14,6 @@ What fails is marked `bad` in its place, so that no restore takes it. A line for
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -34,30 +33,12 @@ from tidegate.checkpoint.restore import MODEL
 from tidegate.checkpoint.store_errors import StoreError
 from tidegate.checkpoint.tiers import Candidate, Source
 from tidegate.errors import CheckpointError, UnfinishedError
-from tidegate.spec.policy import Model
 from tidegate.train.config import RunConfig
+from tidegate.train.drilled import Drilled, write_drill
 from tidegate.train.model import positions, seeded, velocity
 
-DRILLS = "drills.jsonl"
-"""In the run's directory: a line a drill."""
 MOMENTS = ("exp_avg.", "exp_avg_sq.")
 _TRIES = 3
-
-
-class Drilled(Model):
-    """How a drill went."""
-
-    tier: str
-    name: str = ""
-    """Of the checkpoint; empty where there was none."""
-    good: bool = True
-    problem: str | None = None
-    """What is wrong with the checkpoint; or why there was no drill, where `good` is true."""
-    compared_with: str = ""
-    """Whom the weights were compared with; empty: nobody, only with their hashes."""
-    tensors: int = 0
-    bytes: int = 0
-    seconds: float = 0.0
 
 
 class _Bad(Exception):
@@ -66,15 +47,6 @@ class _Bad(Exception):
 
 class _OtherNetworkError(Exception):
     """The settings are of another network than the checkpoint; which of the two is wrong, nobody knows."""
-
-
-def as_text(drilled: Drilled) -> str:
-    """For people, in a line."""
-    what = f"{drilled.tier}: {drilled.name}".rstrip(": ")
-    if drilled.problem is not None:
-        return f"{what}: {drilled.problem}" if drilled.good else f"{what} is bad, and marked: {drilled.problem}"
-    compared = f"the same as {drilled.compared_with} has it" if drilled.compared_with else "as its hashes say"
-    return f"{what} lives: {drilled.tensors} tensors {compared}, {drilled.seconds:.1f} s"
 
 
 def drill(place: Place, config: RunConfig, *, twin: DiskPlace | None = None) -> Drilled:
@@ -105,16 +77,6 @@ def drill(place: Place, config: RunConfig, *, twin: DiskPlace | None = None) -> 
             place.mark(candidate, Mark.BAD, f"restore drill: {about.problem}")
         return about.model_copy(update={"seconds": round(time.perf_counter() - began, 3)})
     return Drilled(tier=place.label, problem=f"retention was faster, {_TRIES} times")
-
-
-def write_drill(run_dir: Path, drilled: Drilled, at_s: float) -> None:
-    """One write, so that lines of two processes never mix."""
-    line = json.dumps({"at_s": round(at_s, 3), **drilled.model_dump(mode="json")}) + "\n"
-    handle = os.open(run_dir / DRILLS, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-    try:
-        os.write(handle, line.encode())
-    finally:
-        os.close(handle)
 
 
 def _newest(place: Place) -> Candidate | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Self
 
-from tidegate.train.drill import Drilled
+from tidegate.train.drilled import Drilled
 from tidegate.train.records import Records
 
 
