@@ -79,20 +79,21 @@ def test_verify_minds_no_save_in_flight_but_wants_one_good(tmp_path: Path) -> No
 
 
 def test_prune_keeps_the_last_good_one_and_what_is_pinned(tmp_path: Path) -> None:
-    """The newest looks whole and is rotten: it does not count as the last good one."""
-    for step in (100, 200, 300, 400):
+    """The newest two look whole and are rotten: they do not count as the last good one."""
+    for step in (100, 200, 300, 400, 500):
         folder = write_checkpoint(tmp_path / "checkpoints", step)
-    harm(folder, "flip")
+        if step >= 400:
+            harm(folder, "flip")
     assert command("pin", tmp_path, 100, "--reason", "before the loss rose").exit_code == 0
     assert listed(tmp_path)["step-00000100.g0"]["marks"] == {"pinned": "before the loss rose"}
     dry = command("prune", tmp_path, "--keep", 1, "--dry-run")
     assert dry.stdout.splitlines() == [line for line in dry.stdout.splitlines() if "step-00000200.g0" in line]
-    assert len(names(tmp_path)) == 4
+    assert len(names(tmp_path)) == 5
     assert command("prune", tmp_path, "--keep", 1).exit_code == 0
-    assert names(tmp_path) == ["step-00000100.g0", "step-00000300.g0", "step-00000400.g0"]
+    assert names(tmp_path) == ["step-00000100.g0", "step-00000300.g0", "step-00000400.g0", "step-00000500.g0"]
     assert command("unpin", tmp_path, "step-00000100.g0").exit_code == 0
     assert command("prune", tmp_path, "--keep", 1).exit_code == 0
-    assert names(tmp_path) == ["step-00000300.g0", "step-00000400.g0"]
+    assert names(tmp_path) == ["step-00000300.g0", "step-00000400.g0", "step-00000500.g0"]
 
 
 def test_a_diff_at_another_number_of_ranks(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ DIGITS = CONFIGS / "digits.yaml"
 
 def test_the_digits_run() -> None:
     config = load_model(DIGITS, RunConfig)
+    assert RunConfig.model_validate_json(config.model_dump_json()) == config
     assert config.checkpoint.every_steps == 20
     network = seeded(config.model, config.seed)
     assert 0.75e6 < sum(parameter.numel() for parameter in network.parameters()) < 0.9e6

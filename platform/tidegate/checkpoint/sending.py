@@ -9,7 +9,6 @@ When its input ends it ends at once: what it was sending is marked still, and wh
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
 import threading
@@ -18,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tidegate.checkpoint.address import parse_address
+from tidegate.checkpoint.background import give_way, own_output
 from tidegate.checkpoint.errand import Delivered, Errand
 from tidegate.checkpoint.manifest import parse_name
 from tidegate.checkpoint.marks import KEEPS, Mark, clear_mark
@@ -117,24 +117,9 @@ def _listen(wanted: Wanted) -> None:
     os._exit(0)
 
 
-def _give_way() -> None:
-    """Behind training at the CPUs; at disks too, where the kernel knows such a thing."""
-    os.nice(15)
-    set_priority = {"x86_64": 251, "aarch64": 30}.get(os.uname().machine)  # ioprio_set has no wrapper
-    if set_priority is not None:
-        this_process, idle = 1, 3 << 13
-        ctypes.CDLL(None).syscall(set_priority, this_process, 0, idle)
-
-
 def main() -> None:
-    # Only what we say may stand on the standard output, whatever libraries print.
-    out = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    _give_way()
-
-    def say(line: str) -> None:
-        out.write(line + "\n")
-
+    say = own_output()
+    give_way()
     serve(Errand.model_validate_json(sys.argv[1]), say)
 
 

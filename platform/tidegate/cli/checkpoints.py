@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tidegate.checkpoint.tiers import Candidate, Tier
 
 checkpoint = typer.Typer(
-    name="checkpoint", no_args_is_help=True, help="Kept checkpoints: list, verify, prune, compare and pin them."
+    name="checkpoint", no_args_is_help=True, help="Kept checkpoints: list, verify, prune, compare, pin and drill them."
 )
 
 Where = Annotated[
@@ -30,47 +30,16 @@ Which = Annotated[str, typer.Argument(metavar="STEP", help="A step, or a checkpo
 Endpoint = Annotated[str, typer.Option(help="URL of an S3 that isn't Amazon's; a run's directory knows its own.")]
 
 
-def _places(where: str, endpoint: str) -> tuple[Place, ...]:
-    """Where checkpoints are kept for long."""
-    from tidegate.checkpoint.address import is_address
-    from tidegate.checkpoint.places import disk_of
-    from tidegate.checkpoint.store_file import read_store_file
-
-    if is_address(where):
-        return (_store(where, endpoint or None),)
-    disk, store = disk_of(Path(where)), read_store_file(Path(where))
-    return (disk,) if store is None else (disk, _store(store.store, endpoint or store.endpoint))
-
-
-def _store(address: str, endpoint: str | None) -> Place:
-    from tidegate.checkpoint.address import parse_address
-    from tidegate.checkpoint.object_store import ObjectStore
-    from tidegate.errors import CheckpointError
-
-    try:
-        return ObjectStore(parse_address(address), endpoint)
-    except ValueError as error:
-        raise CheckpointError(str(error)) from None
-
-
-def _tiers(where: str, endpoint: str) -> tuple[Tier, ...]:
-    """All that there is, copies in this machine's memory too."""
-    from tidegate.checkpoint.address import is_address
-    from tidegate.checkpoint.places import memory_of
-
-    places = _places(where, endpoint)
-    return places if is_address(where) else (*memory_of(Path(where)), *places)
-
-
 def _one(what: str, endpoint: str) -> tuple[Place, Candidate]:
     """What `diff` is told to compare: RUN or RUN@STEP."""
     from tidegate.checkpoint.scrub import State, look, named
+    from tidegate.checkpoint.where import places_of
     from tidegate.errors import CheckpointError
 
     where, _, which = what.partition("@")
     good = [
         (place, found.candidate)
-        for place in _places(where, endpoint)
+        for place in places_of(where, endpoint or None)
         for found in look(place)
         if found.state is State.GOOD
     ]
@@ -94,9 +63,10 @@ def list_(where: Where, endpoint: Endpoint = "", as_json: Json = False) -> None:
     Sizes are checked, content is not: that is `verify`. Exit code 1 when a tier cannot be looked through.
     """
     from tidegate.checkpoint.scrub import look
+    from tidegate.checkpoint.where import tiers_of
     from tidegate.cli.checkpoint_tables import look_rows, look_table
 
-    looks, problems = _each(_tiers(where, endpoint), look)
+    looks, problems = _each(tiers_of(where, endpoint or None), look)
     if as_json:
         _print_json(look_rows(looks, time.time()))
     else:
@@ -112,6 +82,7 @@ def verify(where: Where, endpoint: Endpoint = "", as_json: Json = False) -> None
     Exit code 1 when a committed one is not what its manifest says, or when none is good.
     """
     from tidegate.checkpoint.scrub import State, scrub
+    from tidegate.checkpoint.where import places_of
     from tidegate.cli.checkpoint_tables import look_line, look_rows
 
     def read(tier: Tier) -> Iterator[Look]:
@@ -120,7 +91,7 @@ def verify(where: Where, endpoint: Endpoint = "", as_json: Json = False) -> None
                 _lines().print(look_line(found))
             yield found
 
-    looks, problems = _each(_places(where, endpoint), read)
+    looks, problems = _each(places_of(where, endpoint or None), read)
     if as_json:
         _print_json(look_rows(looks, time.time()))
     states = {found.state for found in looks}
@@ -144,9 +115,10 @@ def prune(
     The newest one whose content verifies always stays, and so does all that is pinned or newer.
     """
     from tidegate.checkpoint.scrub import to_prune
+    from tidegate.checkpoint.where import places_of
     from tidegate.cli.checkpoint_tables import look_line
 
-    for place in _places(where, endpoint):
+    for place in places_of(where, endpoint or None):
         for found in to_prune(place, keep):
             if not dry_run:
                 place.remove(found.candidate)
@@ -211,10 +183,48 @@ def unpin(where: Where, which: Which, endpoint: Endpoint = "") -> None:
         typer.echo(f"{place.label}: {candidate.name} is not pinned")
 
 
+@checkpoint.command()
+@says_errors
+def drill(
+    where: Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")],
+    config_file: Annotated[
+        Path | None,
+        typer.Option("--config", help="The run's YAML file; as its newest generation noted it if not given."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Bring the newest checkpoint of each tier to life in this process, and look hard at it.
+
+    It fills a fresh network, compares its weights with an independent reader's, wants all numbers finite and lets the
+    network guess once. What fails is marked bad, so that no restore takes it. Exit code 1 when one is bad or could not
+    be drilled.
+    """
+    from tidegate.checkpoint.background import give_way
+    from tidegate.checkpoint.where import places_of
+    from tidegate.spec.load import load_model
+    from tidegate.train.config import RunConfig
+    from tidegate.train.config_file import read_config
+    from tidegate.train.drill import drill_places
+    from tidegate.train.drilled import as_text
+
+    give_way()
+    config = read_config(where) if config_file is None else load_model(config_file, RunConfig)
+    results = []
+    for drilled in drill_places(where, places_of(str(where)), config):
+        results.append(drilled)
+        if not as_json:
+            _lines().print(as_text(drilled))
+    if as_json:
+        _print_json([drilled.model_dump(mode="json") for drilled in results])
+    if any(drilled.problem is not None for drilled in results):
+        raise typer.Exit(1)
+
+
 def _meant(where: str, which: str, endpoint: str) -> list[tuple[Place, Candidate]]:
     from tidegate.checkpoint.scrub import named
+    from tidegate.checkpoint.where import places_of
 
-    places = [(place, candidate) for place in _places(where, endpoint) for candidate in place.candidates()]
+    places = [(place, candidate) for place in places_of(where, endpoint or None) for candidate in place.candidates()]
     chosen = named([candidate for _, candidate in places], which)
     return [(place, candidate) for place, candidate in places if candidate == chosen]
 

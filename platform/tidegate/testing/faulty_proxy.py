@@ -9,6 +9,7 @@ All that no fault matches goes to the server behind it, and its answer comes bac
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import re
 import socket
@@ -155,7 +156,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Length", str(length))
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(content)
+            with contextlib.suppress(ConnectionError):  # the client has left
+                self.wfile.write(content)
 
     def _client_left(self) -> bool:
         self.connection.settimeout(0.05)

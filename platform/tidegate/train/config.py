@@ -161,6 +161,9 @@ class CheckpointSpec(Model):
     """How many stay in the store; the newest good one always does. null: all."""
     store_attempts: Positive = 6
     """How often a request to the store is tried, with growing waits (up to 20 s) in between."""
+    drill_every_s: Annotated[float, Field(gt=0)] | None = None
+    """How often the newest checkpoint is brought to life in a process of its own (`tidegate.train.drill`); null: never.
+    It takes one CPU when nobody wants it, and memory for the network."""
     store_failures_max: NotNegative = 3
     """So many checkpoints in a row may fail to reach the store; one more and the run saves, and stops."""
 
@@ -173,9 +176,8 @@ class CheckpointSpec(Model):
 
     @model_validator(mode="after")
     def _store_fits(self) -> CheckpointSpec:
-        # Not by what was given: a config that was written out whole is read again.
-        fields = [(name, field.default) for name, field in type(self).model_fields.items() if name.startswith("store_")]
-        given = sorted(name for name, default in fields if getattr(self, name) != default)
+        fields = type(self).model_fields
+        given = [name for name in fields if name.startswith("store_") and getattr(self, name) != fields[name].default]
         if self.store is None and given:
             raise ValueError(f"{given[0]} does nothing without store")
         if (self.store_every_steps or self.every_steps) % self.every_steps:

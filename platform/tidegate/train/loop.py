@@ -25,6 +25,8 @@ from tidegate.data.loader import Batch, Loader
 from tidegate.errors import CheckpointError, DataError, DivergedError
 from tidegate.train import level
 from tidegate.train.config import RunConfig
+from tidegate.train.config_file import write_config
+from tidegate.train.drills import Drills
 from tidegate.train.export import write_export
 from tidegate.train.grids import sample_grid
 from tidegate.train.guard import Do, Guarded, Ruling, judge
@@ -75,6 +77,8 @@ def run(config: RunConfig, data_dir: str | Path, run_dir: Path, progress: Progre
             log_every_steps=config.log_every_steps,
             tensorboard=config.tensorboard,
         ) as records:
+            if world.rank == 0:
+                write_config(run_dir, config)
             Run(config, datasets, run_dir, progress, world, generation, records).go()
     progress.phase(Phase.DONE)
 
@@ -103,6 +107,7 @@ class Run:
         self.shipping = Shipping(
             config.checkpoint, config.name, run_dir, records, rank=world.rank, generation=generation
         )
+        self.drills = Drills(config.checkpoint.drill_every_s if world.rank == 0 else None, run_dir, records)
         self.usual_loss: float | None = None
         """Before this process; None where that is not known, or has been compared."""
         self.saved_step = -1
@@ -147,7 +152,7 @@ class Run:
         self._resume(restored)
         if restored.manifest is None:
             check_store(spec, self.config.name, self.world.saving)
-        with self.shipping:
+        with self.shipping, self.drills:
             stopped, failure = self._go_through_stages(keeping, restored)
             if failure is None:
                 keeping.forget()
@@ -218,6 +223,7 @@ class Run:
                 self._tell(verdict, step_s=time.perf_counter() - began_s, input_s=began_s - waits_since_s)
                 self._settle(saver.poll())
                 self.shipping.poll()
+                self.drills.poll()
                 if ruling.do is Do.GIVE_UP:
                     raise DivergedError(self.step, ruling.reason)
                 if ruling.do is Do.ROLL_BACK:
@@ -412,6 +418,7 @@ class Run:
             self.records.commit(outcome)
             self.progress.committed(outcome.step)
             self.shipping.committed(outcome.step)
+            self.drills.committed()
         else:
             kind = "save_skipped" if outcome.skipped else "save_failed"
             self.records.event(kind, step=outcome.step, reason=outcome.error)

@@ -24,8 +24,9 @@ CHECKPOINTS = "checkpoints.jsonl"
 """A line a commit."""
 EVENTS = "events.jsonl"
 """What else happened: restored, checkpoint_skipped, resumed_differently, save_failed, step_skipped, rolled_back,
-jumped_after_resume, level_shift, pinned, not_pinned, stage, sampled, sample_failed, exported; of the object store:
-uploaded, upload_failed, upload_left, store_not_pruned."""
+jumped_after_resume, level_shift, pinned, not_pinned, stage, sampled, sample_failed, exported. Of the object store:
+uploaded, upload_failed, upload_left, store_not_pruned. Of restore drills: drill_passed, drill_failed,
+drill_impossible."""
 
 logger = logging.getLogger(__name__)
 
