@@ -17,7 +17,7 @@ from captioned import captioned_images, tiny_run
 from tidegate.checkpoint.disk import Saver
 from tidegate.checkpoint.folders import folder_of
 from tidegate.checkpoint.layout import Part
-from tidegate.checkpoint.restore import Checkpoint, full_model_weights, newest_good, restore, verified
+from tidegate.checkpoint.restore import Checkpoint, Restored, full_model_weights, newest_good, restore, verified
 from tidegate.checkpoint.tiers import Candidate, Disk
 from tidegate.data.dataset import Dataset
 from tidegate.data.loader import Batch
@@ -248,8 +248,8 @@ def test_rank_0_decides_and_one_failed_shard_is_no_checkpoint(unbroken: Path, tm
 class Forgetful(Run):
     """Takes a checkpoint's counters, and loses its weights on the way."""
 
-    def _load(self, checkpoint: Checkpoint) -> None:
-        super()._load(checkpoint)
+    def _resume(self, restored: Restored) -> None:
+        super()._resume(restored)
         for shard in self.shards:
             shard.local.mul_(3.0)
 
