@@ -118,16 +118,16 @@ def compiled(rank: int, config: RunConfig, data: Path, run_dir: Path) -> None:
 
 
 def test_compiled_blocks(plain: dict[int, float], data: Path, tmp_path: Path) -> None:
-    """With all that is put around a block: recompute inside the graph, FSDP's hooks outside. Inductor, which would
-    compile C++ for half a minute, is left out."""
+    """With all that is put around a block: tensor peers and recompute inside the graph, FSDP's hooks outside. Inductor,
+    which would compile C++ for half a minute, is left out."""
     config = tiny_run(
         steps=3,
         optimizer={"lr": 0.01, "warmup_steps": 2},
         compile="aot_eager",
         activation_checkpointing="selective",
-        parallel={"per_block": True},
+        parallel={"tensor": 2, "per_block": True},
     )
-    assert group(1, compiled, config, data, tmp_path) == [0]
+    assert group(2, compiled, config, data, tmp_path) == [0, 0]
     assert losses(tmp_path) == pytest.approx({step: plain[step] for step in (1, 2, 3)}, rel=1e-4)
 
 

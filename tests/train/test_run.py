@@ -18,7 +18,7 @@ from small_disk import fill_up, small_disk
 from tidegate.checkpoint.disk import Saver
 from tidegate.checkpoint.folders import folder_of
 from tidegate.checkpoint.layout import Part
-from tidegate.checkpoint.restore import Checkpoint, full_model_weights, newest_good, restore, verified
+from tidegate.checkpoint.restore import Checkpoint, Restored, full_model_weights, newest_good, restore, verified
 from tidegate.checkpoint.tiers import Candidate, Disk
 from tidegate.data.dataset import Dataset
 from tidegate.data.loader import Batch
@@ -66,7 +66,8 @@ def test_an_unbroken_run_learns_and_records(unbroken: Path) -> None:
 
 def test_killed_and_resumed_is_bit_identical(unbroken: Path, data: Path, tmp_path: Path) -> None:
     """C087: a rank dies after the commit of step 6, and that checkpoint turns out rotten: generation 1 goes on from
-    step 3 with the same losses and ends with the same weights, bit for bit."""
+    step 3 with the same losses and ends with the same weights, bit for bit. C088: so AdamW's own count of updates, by
+    which it corrects its young averages, goes on too."""
     codes = group(2, train, CONFIG, data, tmp_path, 0, {0: {"dies_at_commit": 6}})
     assert codes[0] == 9
     assert codes[1] != 0
@@ -245,6 +246,15 @@ def test_rank_0_decides_and_one_failed_shard_is_no_checkpoint(unbroken: Path, tm
 # A world of one, in this process
 
 
+class Forgetful(Run):
+    """Takes a checkpoint's counters, and loses its weights on the way."""
+
+    def _resume(self, restored: Restored) -> None:
+        super()._resume(restored)
+        for shard in self.shards:
+            shard.local.mul_(3.0)
+
+
 class Seen(NullProgress):
     def __init__(self) -> None:
         self.phases: list[Phase] = []
@@ -304,6 +314,30 @@ def test_what_the_watcher_is_told(data: Path, tmp_path: Path) -> None:
     assert changes[:3] == [Phase.STARTING, Phase.RENDEZVOUS, Phase.RESTORING]
     assert changes[3:11] == stepping
     assert changes[-2:] == [Phase.EXPORTING, Phase.DONE]
+
+
+def test_a_loss_that_jumps_after_a_resume_is_told(data: Path, tmp_path: Path) -> None:
+    """C087: the checkpoint knows what the loss was; one whose weights are lost behind a right hash is noticed."""
+    config = tiny_run(steps=40, optimizer={"lr": 0.01, "warmup_steps": 2})
+    run(config, data, tmp_path / "before", NullProgress())
+    manifest = verified(tmp_path / "before" / "checkpoints" / "step-00000039.g0")
+    told = losses(tmp_path / "before")
+    assert manifest.usual_loss == pytest.approx(sum(told[step] for step in range(1, 40)) / 39, rel=1e-5)
+
+    more = config.model_copy(update={"steps": 60})
+    for name in ("well", "ill"):
+        shutil.copytree(tmp_path / "before" / "checkpoints", tmp_path / name / "checkpoints")
+    run(more, data, tmp_path / "well", NullProgress(), generation=1)
+    assert "jumped_after_resume" not in {line["kind"] for line in lines(tmp_path / "well", "events.jsonl")}
+    with (
+        joined(30) as world,
+        Records(tmp_path / "ill", writes=True, world_size=1, generation=1, log_every_steps=9) as records,
+    ):
+        Forgetful(
+            more, [Dataset(data, width=4, height=4, channels=1)], tmp_path / "ill", NullProgress(), world, 1, records
+        ).go()
+    [event] = [line for line in lines(tmp_path / "ill", "events.jsonl") if line["kind"] == "jumped_after_resume"]
+    assert event["reason"].startswith("the first 10 losses after resuming are ")
 
 
 def test_other_data_than_before_is_said(data: Path, tmp_path: Path) -> None:

@@ -43,6 +43,8 @@ class Manifest(Model):
     """Steps that changed the weights: without those skipped for their loss, or undone by a roll-back."""
     rollbacks: int = 0
     """How often the run has gone back to a checkpoint because of its loss."""
+    usual_loss: float | None = None
+    """Mean of the newest steps' losses: what the next ones should be near; None before there are any."""
     seed: int
     """Of all randomness there is: weights, order, noise and times are functions of it and the step."""
     global_batch: int

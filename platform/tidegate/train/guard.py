@@ -37,6 +37,10 @@ class Guarded:
     recent: tuple[float, ...] = ()
     """Losses of the last steps that changed the weights, `spike_window_steps` at most."""
 
+    @property
+    def usual_loss(self) -> float | None:
+        return sum(self.recent) / len(self.recent) if self.recent else None
+
 
 def judge(guarded: Guarded, spec: GuardSpec, loss: float, *, finite: bool) -> tuple[Guarded, Ruling]:
     """What becomes of a step, before it changes the weights.

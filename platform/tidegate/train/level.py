@@ -7,9 +7,14 @@ are gathered in windows, and when the means of two in a row are above that of th
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tidegate.train.config import GuardSpec
+
+AFTER_RESUME_STEPS = 10
+_JUMP = 1.25
+"""Something was not restored where a loss jumps from 0.14 to 0.21 (C087); batches differ by less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +73,15 @@ def watch(level: Level, spec: GuardSpec, step: int, loss: float) -> tuple[Level,
         f"{before.ends}, {rise:.1f} standard errors"
     )
     return Level(), Shift(reason, before.ends)  # told once: what is usual is learnt anew
+
+
+def jumped(usual: float, first: Sequence[float]) -> str | None:
+    """Why a run that has resumed does not go on where it was: its `first` losses are well above the `usual` one from
+    before. None where they are as they should be."""
+    mean = sum(first) / len(first)
+    if mean <= _JUMP * usual:
+        return None
+    return f"the first {len(first)} losses after resuming are {mean:.4g} in the mean, before it was {usual:.4g}"
 
 
 def _rise(before: Window, after: Window) -> float:

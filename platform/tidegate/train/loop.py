@@ -99,6 +99,8 @@ class Run:
         self.step = self.updates = 0
         """Steps done, and those of them that changed the weights."""
         self.guarded, self.level = Guarded(), level.Level()
+        self.usual_loss: float | None = None
+        """Before this process; None where that is not known, or has been compared."""
         self.saved_step = -1
         """Step of the newest save that was started or restored."""
         self._shape(self.stages[0])
@@ -251,9 +253,20 @@ class Run:
         self.progress.stepped(self.step, verdict.loss)
         self.progress.speed(pace.images_per_s, pace.mfu)
         if verdict.finite:
+            self._compare_with_before()
             self.level, shift = level.watch(self.level, self.config.guard, self.step, verdict.loss)
             if shift is not None and self.world.rank == 0:
                 warn_and_pin(self.run_dir / "checkpoints", self.step, shift, self.records)
+
+    def _compare_with_before(self) -> None:
+        """C087: after a resume the loss must be what it was."""
+        first = self.guarded.recent
+        enough = min(level.AFTER_RESUME_STEPS, self.config.guard.spike_window_steps)
+        if self.usual_loss is not None and len(first) >= enough:
+            reason = level.jumped(self.usual_loss, first)
+            self.usual_loss = None
+            if reason is not None:
+                self.records.event("jumped_after_resume", step=self.step, reason=reason)
 
     def _sample(self) -> None:
         self.progress.phase(Phase.SAMPLING)
@@ -312,6 +325,8 @@ class Run:
         self._count_updates()
         self.step = self.saved_step = manifest.step
         self.guarded = Guarded(rollbacks=manifest.rollbacks)
+        if stage_at(self.stages, self.step) is stage_at(self.stages, max(0, self.step - 1)):
+            self.usual_loss = manifest.usual_loss
         took = {"seconds": round(restored.seconds, 6), "bytes": restored.bytes}
         self.records.event("restored", checkpoint=restored.name, step=manifest.step, tier=restored.tier, **took)
         before = stage_at(self.stages, max(0, self.step - 1))  # the one that made it
@@ -356,6 +371,7 @@ class Run:
             step=self.step,
             updates=self.updates,
             rollbacks=self.guarded.rollbacks,
+            usual_loss=self.guarded.usual_loss,
             seed=self.config.seed,
             global_batch=self.stage.global_batch,
             dataset=self.data.fingerprint,

@@ -24,7 +24,7 @@ CHECKPOINTS = "checkpoints.jsonl"
 """A line a commit."""
 EVENTS = "events.jsonl"
 """What else happened: restored, checkpoint_skipped, resumed_differently, save_failed, step_skipped, rolled_back,
-level_shift, pinned, not_pinned, stage, sampled, sample_failed, exported."""
+jumped_after_resume, level_shift, pinned, not_pinned, stage, sampled, sample_failed, exported."""
 
 logger = logging.getLogger(__name__)
 
