@@ -65,8 +65,8 @@ class Found:
     mismatches: int = 0
 
 
-def make_inputs(folder: Path) -> turns.Inputs:
-    """Random images with captions, and the digits' config with steps enough for any turn."""
+def make_images(folder: Path) -> Path:
+    """Shards of random images of the digits' size, with captions."""
     images = folder / "images"
     images.mkdir()
     dice = np.random.default_rng(0)
@@ -76,12 +76,17 @@ def make_inputs(folder: Path) -> turns.Inputs:
             Image.fromarray(dice.integers(0, 256, (8, 8), dtype=np.uint8), mode="L").save(images / name)
             metadata.write(json.dumps({"file_name": name, "text": f"noise number {number % 10}"}) + "\n")
     prepare(images, folder / "shards", seed=0, rows_per_shard=IMAGES)
+    return folder / "shards"
+
+
+def make_inputs(folder: Path) -> turns.Inputs:
+    """The digits' config with steps enough for any turn, and images."""
     config = yaml.safe_load((turns.ROOT / "jobs/configs/digits.yaml").read_text(encoding="utf-8"))
     config |= {"steps": 100_000, "checkpoint": {"every_steps": EVERY_STEPS, "keep": 3}}
     path, peers_path = folder / "digits.yaml", folder / "peers.yaml"
     path.write_text(yaml.safe_dump(config), encoding="utf-8")
     peers_path.write_text(yaml.safe_dump(config | {"timeout_s": PEERS_TIMEOUT_S}), encoding="utf-8")
-    return turns.Inputs(config=path, peers_config=peers_path, data=folder / "shards")
+    return turns.Inputs(config=path, peers_config=peers_path, data=make_images(folder))
 
 
 def play(found: Found, inputs: turns.Inputs, cluster: LocalCluster, here: Path, victim: int, faults: list[str]) -> None:

@@ -28,6 +28,7 @@ NAMES = (
     "decide",
     "flip",
     "fault_to_step",
+    "steady_tax",
     "loader",
     "checkpoint_stall",
     "checkpoint_save",

@@ -142,9 +142,9 @@ class Run:
 
 
 @contextlib.contextmanager
-def ours(inputs: Inputs, run_dir: Path, cluster: LocalCluster) -> Iterator[Run]:
+def ours(inputs: Inputs, run_dir: Path, cluster: LocalCluster, *, ranks: int = RANKS) -> Iterator[Run]:
     """By the job that users submit. Needs `ray.init` on the cluster where the arbiter runs."""
-    command = ["jobs/train_dit.py", "--gpus", str(RANKS), "--min-gpus", str(RANKS)]
+    command = ["jobs/train_dit.py", "--gpus", str(ranks), "--min-gpus", str(ranks)]
     with _running(command, inputs.config, inputs.data, run_dir, cluster.client_environment()) as process:
         yield Run(run_dir=run_dir, process=process, cluster=cluster, where=_where_ours, controller=_host)
         # The run saves and gives its GPUs back: the next one's claim does not wait for a dead one's.
@@ -153,8 +153,10 @@ def ours(inputs: Inputs, run_dir: Path, cluster: LocalCluster) -> Iterator[Run]:
 
 
 @contextlib.contextmanager
-def ray_train(inputs: Inputs, run_dir: Path, cluster: LocalCluster, settings: Mapping[str, str]) -> Iterator[Run]:
-    command = ["-m", "benchmarks.contenders.ray_train", "--ranks", str(RANKS)]
+def ray_train(
+    inputs: Inputs, run_dir: Path, cluster: LocalCluster, settings: Mapping[str, str], *, ranks: int = RANKS
+) -> Iterator[Run]:
+    command = ["-m", "benchmarks.contenders.ray_train", "--ranks", str(ranks)]
     environment = {**cluster.client_environment(), **settings}
     with _running(command, inputs.peers_config, inputs.data, run_dir, environment) as process:
         yield Run(
@@ -168,9 +170,11 @@ def ray_train(inputs: Inputs, run_dir: Path, cluster: LocalCluster, settings: Ma
 
 
 @contextlib.contextmanager
-def torchrun(inputs: Inputs, run_dir: Path, environment: Mapping[str, str], *, undisturbed: bool) -> Iterator[Run]:
+def torchrun(
+    inputs: Inputs, run_dir: Path, environment: Mapping[str, str], *, undisturbed: bool, ranks: int = RANKS
+) -> Iterator[Run]:
     """`undisturbed`: with our config, as what all losses are compared with."""
-    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", "--max-restarts=1000"]
+    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "--max-restarts=1000"]
     # It looks at its ranks as often as can be, and does not wait for the stopped one to end by itself.
     command += ["--monitor-interval=0.1", "--shutdown-timeout=1", "-m", "benchmarks.contenders.peer_rank"]
     config = inputs.config if undisturbed else inputs.peers_config
@@ -205,6 +209,18 @@ def steps_lost(run_dir: Path) -> list[int]:
     lines = list(read_lines(run_dir / "metrics.jsonl"))
     pairs = [(old, new) for old, new in itertools.pairwise(lines) if new["generation"] > old["generation"]]
     return [old["step"] - new["step"] + 1 for old, new in pairs]
+
+
+def pace_s(run_dir: Path, first: int, last: int) -> float:
+    """Seconds a step from the end of step `first` to that of step `last`, all that came between included.
+
+    Raises:
+        TurnError: the run began anew in between.
+    """
+    lines = [line for line in read_lines(run_dir / "metrics.jsonl") if first <= line["step"] <= last]
+    if [line["step"] for line in lines] != list(range(first, last + 1)):
+        raise TurnError(f"{run_dir}: steps {first} to {last} were not each done once")
+    return float(lines[-1]["at_s"] - lines[0]["at_s"]) / (last - first)
 
 
 def wait_for_step(run: Run, step: int) -> None:

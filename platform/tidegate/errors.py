@@ -127,6 +127,10 @@ class CheckpointError(TidegateError):
     """A checkpoint can't be written or read. The text names the directory and what is wrong with it."""
 
 
+class UnfinishedError(CheckpointError):
+    """It was never committed: a save of it goes on, or was cut short. That is how crashes look, and no sign of rot."""
+
+
 class DivergedError(TidegateError):
     """The loss has gone wrong and no checkpoint helps."""
 

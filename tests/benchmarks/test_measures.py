@@ -18,7 +18,7 @@ from benchmarks.contenders import turns  # noqa: E402
 from benchmarks.contenders.flip_turns import Took  # noqa: E402
 from benchmarks.contract import Machine, Metric, Result, compared, figure, growth_exponent  # noqa: E402
 
-from benchmarks import big_fleet, decide, fault_to_step, flip, loader, run  # noqa: E402
+from benchmarks import big_fleet, decide, fault_to_step, flip, loader, run, steady_tax  # noqa: E402
 from tidegate.arbiter.book import ClaimState  # noqa: E402
 from tidegate.ids import Tier  # noqa: E402
 
@@ -216,3 +216,27 @@ def test_the_loader_is_held_against_the_peers_cheapest_way_of_each_round() -> No
     assert metrics["over_step_rate"].holds
     assert (metrics["cpu_over_datasets"].ratio, metrics["cpu_over_datasets"].ratio_max) == (0.5, 1.2)
     assert not metrics["cpu_over_datasets_jpeg"].holds
+
+
+# --- steady_tax -------------------------------------------------------------------------------------------------
+
+
+def test_the_tax_is_the_pace_over_each_peers() -> None:
+    found = steady_tax.metrics_of(
+        {"ours": [0.102, 0.1, 0.3], "torchrun": [0.1, 0.1, 0.1], "ray_train": [0.1, 0.2, 0.3]}
+    )
+    assert found["step_over_torchrun"].ratio == pytest.approx(1.02)
+    assert found["step_over_torchrun"].holds
+    assert found["step_over_ray_train"].ratio == pytest.approx(1.0)
+
+
+def test_a_pace_counts_what_came_between_and_wants_each_step_once(tmp_path: Path) -> None:
+    def write(*steps: int) -> None:
+        lines = [json.dumps({"step": step, "at_s": 10.0 + at}) for at, step in enumerate(steps)]
+        (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+    write(1, 2, 3, 4, 5)
+    assert turns.pace_s(tmp_path, 2, 4) == pytest.approx(1.0)
+    write(1, 2, 3, 2, 3, 4)
+    with pytest.raises(turns.TurnError, match="each done once"):
+        turns.pace_s(tmp_path, 2, 4)

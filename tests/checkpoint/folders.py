@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from tidegate.checkpoint.files import write_synced
-from tidegate.checkpoint.layout import Part
+from tidegate.checkpoint.layout import Part, file_name
 from tidegate.checkpoint.manifest import MANIFEST, Manifest, ShardSeen, folder_name
 from tidegate.checkpoint.slots import Slot
 
 
-def tensors(step: int = 0) -> dict[str, Tensor]:
+def tensors(step: int = 0, rows: int = 8) -> dict[str, Tensor]:
     """Sizes that 4 ranks split evenly, unevenly, and so that some get nothing."""
-    rows = {"model.even": 8, "model.uneven": 6, "model.few": 2, "exp_avg.even": 8}
+    counts = {"model.even": rows, "model.uneven": 6, "model.few": 2, "exp_avg.even": rows}
     return {
         name: torch.arange(count * 3, dtype=torch.float32).reshape(count, 3) + 1000 * number + step
-        for number, (name, count) in enumerate(rows.items())
+        for number, (name, count) in enumerate(counts.items())
     }
 
 
@@ -57,10 +57,24 @@ def write_shard(folder: Path, parts: list[Part], rank: int, step: int = 0) -> Sh
     return shard
 
 
-def write_checkpoint(checkpoints: Path, step: int, *, generation: int = 0, world_size: int = 4) -> Path:
+def write_checkpoint(checkpoints: Path, step: int, *, generation: int = 0, world_size: int = 4, rows: int = 8) -> Path:
     folder = checkpoints / folder_name(step, generation)
     folder.mkdir(parents=True)
-    files = [write_shard(folder, parts_of(tensors(step), rank, world_size), rank, step) for rank in range(world_size)]
+    whole = tensors(step, rows)
+    files = [write_shard(folder, parts_of(whole, rank, world_size), rank, step) for rank in range(world_size)]
     manifest = about(step, generation, world_size).model_copy(update={"files": tuple(files)})
     write_synced(folder / MANIFEST, manifest.model_dump_json().encode())
     return folder
+
+
+def harm(folder: Path, how: str) -> None:
+    """Flip a bit of the second rank's shard, cut its last byte off, or lose it."""
+    shard = folder / file_name(1)
+    data = bytearray(shard.read_bytes())
+    if how == "flip":
+        data[-1] ^= 1
+        shard.write_bytes(data)
+    elif how == "cut":
+        shard.write_bytes(data[:-1])
+    else:
+        shard.unlink()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -43,4 +45,9 @@ def test_the_newest_good_one_is_never_deleted(seen: list[Seen], keep: int) -> No
     good = sorted(item for item in seen if item.good)
     assert not set(good[-keep:]) & set(gone)
     assert len([item for item in good if item not in gone]) == min(keep, len(good))
+    # The same again where some are pinned: they stay, and the newest good one still does.
+    pinned = [replace(item, kept=item.step % 2 == 0) for item in seen]
+    left = set(pinned) - set(doomed(pinned, keep))
+    assert {item for item in pinned if item.kept} <= left
+    assert {replace(item, kept=item.step % 2 == 0) for item in good[-keep:]} <= left
     assert gone == tuple(sorted(gone))

@@ -88,3 +88,24 @@ def test_nonsense_is_refused_by_its_path(change: tuple[str, str], says: str) -> 
         parse_model(text.replace(*change), RunConfig, name="digits.yaml")
     assert says in str(error.value)
     assert str(error.value).startswith("digits.yaml:")
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "says"),
+    [
+        ("store: s3://bucket", "checkpoint.store: s3://bucket: must be s3://bucket/prefix, the prefix one run's own"),
+        ("store: /mnt/x", "checkpoint.store: /mnt/x: must be s3://bucket/prefix"),
+        ("store_keep: 3", "checkpoint: store_keep does nothing without store"),
+        (
+            "store: s3://bkt/x, store_every_steps: 30",
+            "checkpoint: store_every_steps must be a multiple of every_steps, 20",
+        ),
+        ("store: s3://bkt/x, store_endpoint: minio:9000", "checkpoint.store_endpoint: "),
+    ],
+)
+def test_a_store_that_makes_no_sense(checkpoint: str, says: str) -> None:
+    text = DIGITS.read_text()
+    assert "every_steps: 20, keep: 3" in text
+    with pytest.raises(PolicyError) as error:
+        parse_model(text.replace("keep: 3", f"keep: 3, {checkpoint}"), RunConfig, name="digits.yaml")
+    assert says in str(error.value)

@@ -18,7 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from captioned import captioned_images, tiny_run
 from tidegate.checkpoint.manifest import MANIFEST
-from tidegate.checkpoint.retention import PINNED, Seen, doomed
+from tidegate.checkpoint.marks import Mark
+from tidegate.checkpoint.retention import Seen, doomed
 from tidegate.data.prepare import prepare
 from tidegate.train.board import Board
 from tidegate.train.config import GuardSpec, ImageSpec, RunConfig, TextSpec
@@ -214,14 +215,14 @@ def test_the_newest_checkpoint_from_before_is_pinned(tmp_path: Path) -> None:
     for step, committed in ((100, True), (300, True), (400, False), (500, True)):
         folder(tmp_path, step, committed=committed)
     assert pin(tmp_path, 400, "why") == "step-00000300.g0"
-    assert (tmp_path / "step-00000300.g0" / PINNED).read_text() == "why\n"
+    assert (tmp_path / "step-00000300.g0" / Mark.PINNED).read_text() == "why\n"
     assert pin(tmp_path, 99, "why") is None
     assert pin(tmp_path / "none", 99, "why") is None
 
 
 def test_a_pinned_checkpoint_outlives_the_newer_ones(data: Path, tmp_path: Path) -> None:
     """C085: in a run whose loss rises for good, through all later saves."""
-    seen = [Seen(step, 0, good=True, pinned=step == 2) for step in range(1, 6)]
+    seen = [Seen(step, 0, good=True, kept=step == 2) for step in range(1, 6)]
     assert doomed(seen, keep=2) == (seen[0], seen[2])
     guard = {"level_window_steps": 2, "level_sigmas": 1e-9, "spike_factor": None}
     config = tiny_run(steps=40, guard=guard, checkpoint={"every_steps": 1, "keep": 7})

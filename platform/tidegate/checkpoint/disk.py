@@ -21,7 +21,8 @@ import torch.distributed as dist
 from tidegate.checkpoint.files import sync_folder, write_synced
 from tidegate.checkpoint.layout import Part, file_name
 from tidegate.checkpoint.manifest import MANIFEST, Manifest, ShardSeen, folder_name, parse_name
-from tidegate.checkpoint.retention import PINNED, Seen, doomed
+from tidegate.checkpoint.marks import is_bad, is_kept
+from tidegate.checkpoint.retention import Seen, doomed
 from tidegate.checkpoint.ring import Ring
 from tidegate.checkpoint.slots import Slot
 from tidegate.checkpoint.writer import Writer
@@ -237,8 +238,8 @@ class Saver:
         paths = {
             Seen(
                 *name,
-                good=path.name not in self._rotten and (path / MANIFEST).exists(),
-                pinned=(path / PINNED).exists(),
+                good=path.name not in self._rotten and (path / MANIFEST).exists() and not is_bad(path),
+                kept=is_kept(path),
             ): path
             for name, path in here
             if name is not None

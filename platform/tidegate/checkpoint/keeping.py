@@ -20,8 +20,18 @@ from tidegate.checkpoint.tiers import Candidate, Disk, Tier
 class Keeping:
     """One rank's view of them."""
 
-    def __init__(self, run: str, run_dir: Path, environment: Mapping[str, str], *, in_memory: bool) -> None:
-        """`in_memory`: whether copies are kept in shared memory, which a dead rank's successor restores from."""
+    def __init__(
+        self,
+        run: str,
+        run_dir: Path,
+        environment: Mapping[str, str],
+        *,
+        in_memory: bool,
+        farther: Sequence[Tier] = (),
+    ) -> None:
+        """`in_memory`: whether copies are kept in shared memory, which a dead rank's successor restores from.
+        `farther`: tiers beyond the disk."""
+        self._farther = tuple(farther)
         self.checkpoints = run_dir / "checkpoints"
         self._local_rank = int(environment.get("LOCAL_RANK", "0"))
         self._folder = SlotFolder(folder_of(run, run_dir, environment)) if in_memory else None
@@ -32,9 +42,10 @@ class Keeping:
     def tiers(self) -> tuple[Tier, ...]:
         """The nearest first."""
         disk = Disk(self.checkpoints)
-        if self._folder is None:
-            return (disk,)
-        return (Memory([LocalShelf(self._folder.path), *self._others]), disk)
+        near: tuple[Tier, ...] = (disk,)
+        if self._folder is not None:
+            near = (Memory([LocalShelf(self._folder.path), *self._others]), disk)
+        return near + self._farther
 
     def saver(
         self,

@@ -14,7 +14,7 @@ from typing import Protocol, Self
 from tidegate.checkpoint.folders import HELD, SlotFolder
 from tidegate.checkpoint.manifest import Manifest, ShardSeen
 from tidegate.checkpoint.tiers import Candidate, FolderSource
-from tidegate.errors import CheckpointError
+from tidegate.errors import CheckpointError, UnfinishedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +84,7 @@ class Memory:
     """The tier over all shelves, the nearest first."""
 
     label = "memory"
+    far = False
 
     def __init__(self, shelves: Sequence[Shelf]) -> None:
         self._shelves = shelves
@@ -95,9 +96,9 @@ class Memory:
         copies = {copy.shard.name: copy for _, copy in self._all() if copy.candidate == candidate}
         first = next(iter(copies.values()), None)
         if first is None:
-            raise CheckpointError("its copies are gone")
+            raise UnfinishedError("its copies are gone")
         if len(copies) != first.about.world_size:
-            raise CheckpointError(f"{len(copies)} of {first.about.world_size} ranks' copies are there")
+            raise UnfinishedError(f"{len(copies)} of {first.about.world_size} ranks' copies are there")
         shards = tuple(copies[name].shard for name in sorted(copies))
         return first.about.model_copy(update={"files": shards})
 

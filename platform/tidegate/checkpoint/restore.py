@@ -15,7 +15,7 @@ from tidegate.checkpoint.layout import Part
 from tidegate.checkpoint.manifest import Manifest, folder_name, parse_name
 from tidegate.checkpoint.reading import check_all, read_headers, read_parts, whole_shapes
 from tidegate.checkpoint.tiers import Candidate, Disk, FolderSource, Tier
-from tidegate.errors import CheckpointError
+from tidegate.errors import CheckpointError, UnfinishedError
 
 MODEL = "model."
 """Prefix of the weights' names in a checkpoint."""
@@ -32,6 +32,8 @@ class Skipped:
     name: str
     why: str
     tier: str = "disk"
+    unfinished: bool = False
+    """It was never committed; not that it has gone bad."""
 
     def __str__(self) -> str:
         return f"{self.name}: {self.why}"
@@ -89,11 +91,10 @@ def restore(tiers: Sequence[Tier], parts: Sequence[Part], group: dist.ProcessGro
     """
     began = time.perf_counter()
     skipped: tuple[Skipped, ...] = ()
-    untried = _listed(tiers) if dist.get_rank(group) == 0 else ([], ())
-    left, skipped = untried
+    search = _Search(tiers)
     touched = False
     while True:
-        choice = _told(_next(tiers, left, skipped) if dist.get_rank(group) == 0 else None, group)
+        choice = _told(search.next(skipped) if dist.get_rank(group) == 0 else None, group)
         skipped = choice.skipped
         if choice.manifest is None:
             return Restored(None, skipped, touched=touched, seconds=time.perf_counter() - began)
@@ -118,25 +119,47 @@ def _read(tier: Tier, candidate: Candidate, manifest: Manifest, parts: Sequence[
         return 0, str(error)
 
 
-def _listed(tiers: Sequence[Tier]) -> tuple[list[tuple[Candidate, int]], tuple[Skipped, ...]]:
-    """All that there may be, the best last; and tiers that cannot be looked through."""
-    found, skipped = [], []
-    for index, tier in enumerate(tiers):
-        try:
-            found += [(candidate, -index) for candidate in tier.candidates()]
-        except CheckpointError as error:
-            skipped.append(Skipped("all", str(error), tier.label))
-    return sorted(found), tuple(skipped)
+class _Search:
+    """Rank 0's way through the tiers, from the best candidate down."""
 
+    def __init__(self, tiers: Sequence[Tier]) -> None:
+        self._tiers = tiers
+        self._asked: set[bool] = set()
+        """Whether near ones (False) and far ones (True) have been."""
+        self._left: list[tuple[Candidate, int]] = []
+        """The best last. Of one checkpoint in several tiers the nearest is best."""
 
-def _next(tiers: Sequence[Tier], left: list[tuple[Candidate, int]], skipped: tuple[Skipped, ...]) -> _Choice:
-    while left:
-        candidate, negative = left.pop()
-        try:
-            return _Choice(-negative, tiers[-negative].manifest(candidate), skipped)
-        except CheckpointError as error:
-            skipped = (*skipped, Skipped(candidate.name, str(error), tiers[-negative].label))
-    return _Choice(0, None, skipped)
+    def next(self, skipped: tuple[Skipped, ...]) -> _Choice:
+        """The next one to try, after `skipped`."""
+        if not self._asked:
+            skipped += self._ask(far=False)
+        while True:
+            if not self._left or not all(one.unfinished for one in skipped):
+                skipped += self._ask(far=True)
+            if not self._left:
+                return _Choice(0, None, skipped)
+            candidate, negative = self._left.pop()
+            tier = self._tiers[-negative]
+            try:
+                return _Choice(-negative, tier.manifest(candidate), skipped)
+            except CheckpointError as error:
+                unfinished = isinstance(error, UnfinishedError)
+                skipped = (*skipped, Skipped(candidate.name, str(error), tier.label, unfinished))
+
+    def _ask(self, *, far: bool) -> tuple[Skipped, ...]:
+        """Once; those that cannot be looked through."""
+        if far in self._asked:
+            return ()
+        self._asked.add(far)
+        skipped = []
+        for index, tier in enumerate(self._tiers):
+            if tier.far is far:
+                try:
+                    self._left += [(candidate, -index) for candidate in tier.candidates()]
+                except CheckpointError as error:
+                    skipped.append(Skipped("all", str(error), tier.label))
+        self._left.sort()
+        return tuple(skipped)
 
 
 def _told(choice: _Choice | None, group: dist.ProcessGroup) -> _Choice:

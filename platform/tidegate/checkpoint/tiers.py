@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Protocol, Self
 
 from tidegate.checkpoint.manifest import MANIFEST, Manifest, folder_name, parse_manifest, parse_name
+from tidegate.checkpoint.marks import refuse_bad
 from tidegate.checkpoint.sums import PAGE
-from tidegate.errors import CheckpointError
+from tidegate.errors import CheckpointError, UnfinishedError
 
 DIRECT_FROM_BYTES = 8 << 20
 """Smaller files are in the page cache, or soon read."""
@@ -70,6 +71,11 @@ class Tier(Protocol):
         """`memory`, `buddy`, `disk`, `s3`: names it in events."""
         ...
 
+    @property
+    def far(self) -> bool:
+        """Slow to ask, and holding only what was committed in a nearer one before: not asked while that one is good."""
+        ...
+
     def candidates(self) -> Sequence[Candidate]:
         """All that may be there, in any order, torn ones too.
 
@@ -83,6 +89,7 @@ class Tier(Protocol):
         candidate's, and each file that it lists is there with its size. Content is checked as it is read.
 
         Raises:
+            UnfinishedError: it was never committed.
             CheckpointError: with the first thing that is wrong.
         """
         ...
@@ -102,6 +109,7 @@ class Disk:
 
     checkpoints: Path
     label: str = "disk"
+    far: bool = False
 
     def candidates(self) -> Sequence[Candidate]:
         try:
@@ -117,11 +125,12 @@ class Disk:
         try:
             data = (folder / MANIFEST).read_bytes()
         except FileNotFoundError:
-            raise CheckpointError("never committed: no manifest") from None
+            raise UnfinishedError("never committed: no manifest") from None
         except OSError as error:
             raise CheckpointError(f"{MANIFEST}: {error.strerror}") from None
         manifest = parse_manifest(data)
         check_owner(manifest, candidate)
+        refuse_bad(folder)
         for file in manifest.files:
             try:
                 size = (folder / file.name).stat().st_size

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from tidegate.cli.checkpoints import checkpoint
 from tidegate.cli.data import data
 from tidegate.cli.look import look
 from tidegate.cli.options import Address, Json, says_errors
@@ -36,6 +37,7 @@ on a Ray cluster that runs already, `tidegate up --app serve_apps/images.yaml`.
 
 app.add_typer(look)
 app.add_typer(data, name="data")
+app.add_typer(checkpoint)
 
 PolicyFile = Annotated[Path, typer.Option("--policy", help="The operator's settings.")]
 

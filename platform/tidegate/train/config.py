@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from tidegate.checkpoint.address import parse_address
 from tidegate.spec.policy import Model
 
 Positive = Annotated[int, Field(ge=1)]
@@ -149,6 +150,37 @@ class CheckpointSpec(Model):
     """What a save to disk does that is due while the one before is still being written."""
     keep: Positive = 3
     """How many stay on disk; the newest good one always does."""
+    store: str | None = None
+    """`s3://bucket/prefix`, the prefix this run's own: committed checkpoints are sent there in the background."""
+    store_endpoint: Annotated[str, Field(pattern=r"^https?://")] | None = None
+    """Of a store that isn't Amazon's."""
+    store_every_steps: Positive | None = None
+    """Steps whose checkpoints are sent; null: all that are committed. One that is committed while another is on its
+    way replaces those that wait."""
+    store_keep: Positive | None = None
+    """How many stay in the store; the newest good one always does. null: all."""
+    store_attempts: Positive = 6
+    """How often a request to the store is tried, with growing waits (up to 20 s) in between."""
+    store_failures_max: NotNegative = 3
+    """So many checkpoints in a row may fail to reach the store; one more and the run saves, and stops."""
+
+    @field_validator("store")
+    @classmethod
+    def _is_an_address(cls, store: str | None) -> str | None:
+        if store is not None:
+            parse_address(store)
+        return store
+
+    @model_validator(mode="after")
+    def _store_fits(self) -> CheckpointSpec:
+        # Not by what was given: a config that was written out whole is read again.
+        fields = [(name, field.default) for name, field in type(self).model_fields.items() if name.startswith("store_")]
+        given = sorted(name for name, default in fields if getattr(self, name) != default)
+        if self.store is None and given:
+            raise ValueError(f"{given[0]} does nothing without store")
+        if (self.store_every_steps or self.every_steps) % self.every_steps:
+            raise ValueError(f"store_every_steps must be a multiple of every_steps, {self.every_steps}")
+        return self
 
 
 class GuardSpec(Model):

@@ -38,6 +38,7 @@ from tidegate.train.pinning import warn_and_pin
 from tidegate.train.progress import Phase, Progress
 from tidegate.train.recipe import Recipe
 from tidegate.train.records import Records
+from tidegate.train.shipping import Shipping, check_store, store_tier
 from tidegate.train.stages import Stage, stage_at, stages
 from tidegate.train.telemetry import Meter, Timed, memory_bytes
 
@@ -99,6 +100,9 @@ class Run:
         self.step = self.updates = 0
         """Steps done, and those of them that changed the weights."""
         self.guarded, self.level = Guarded(), level.Level()
+        self.shipping = Shipping(
+            config.checkpoint, config.name, run_dir, records, rank=world.rank, generation=generation
+        )
         self.usual_loss: float | None = None
         """Before this process; None where that is not known, or has been compared."""
         self.saved_step = -1
@@ -131,26 +135,42 @@ class Run:
 
     def go(self) -> None:
         self.progress.phase(Phase.RESTORING)
-        in_memory = self.config.checkpoint.ram_every_steps is not None
-        keeping = Keeping(self.config.name, self.run_dir, os.environ, in_memory=in_memory)
+        spec = self.config.checkpoint
+        keeping = Keeping(
+            self.config.name,
+            self.run_dir,
+            os.environ,
+            in_memory=spec.ram_every_steps is not None,
+            farther=store_tier(spec, self.config.name),
+        )
         restored = restore(keeping.tiers(), self._parts(all_copies=True), self.world.saving)
         self._resume(restored)
+        if restored.manifest is None:
+            check_store(spec, self.config.name, self.world.saving)
+        with self.shipping:
+            stopped, failure = self._go_through_stages(keeping, restored)
+            if failure is None:
+                keeping.forget()
+            if not stopped:
+                self._export()
+            unsent = self.shipping.last(self.progress, self.world.saving, wait=not stopped)
+        if failure is not None:
+            raise CheckpointError(f"the last save, of step {self.step}, failed: {failure}")
+        if unsent is not None:
+            raise CheckpointError(unsent)
+
+    def _go_through_stages(self, keeping: Keeping, restored: Restored) -> tuple[bool, str | None]:
+        """Whether the run was stopped, and why the last save failed."""
         newest = restored.candidate
         while True:
             self._enter(stage_at(self.stages, self.step))
             stopped, failure = self._go_through_stage(keeping, newest, restored.rotten("disk"))
             if stopped or self.step >= self.config.steps:
-                break
+                return stopped, failure
             self.records.event("stage", step=self.step, name=stage_at(self.stages, self.step).name)
             # Another stage has other losses: what is usual in it is learnt anew.
             self.guarded, self.level = Guarded(rollbacks=self.guarded.rollbacks), level.Level()
             newest = Candidate(self.step, self.generation)
-        if failure is None:
-            keeping.forget()
-        if not stopped:
-            self._export()
-        if failure is not None:
-            raise CheckpointError(f"the last save, of step {self.step}, failed: {failure}")
 
     def _go_through_stage(
         self, keeping: Keeping, newest: Candidate | None, rotten: frozenset[str]
@@ -197,6 +217,7 @@ class Run:
                 self.step += 1
                 self._tell(verdict, step_s=time.perf_counter() - began_s, input_s=began_s - waits_since_s)
                 self._settle(saver.poll())
+                self.shipping.poll()
                 if ruling.do is Do.GIVE_UP:
                     raise DivergedError(self.step, ruling.reason)
                 if ruling.do is Do.ROLL_BACK:
@@ -226,7 +247,7 @@ class Run:
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None
         gradients = [shard.gradient for shard in self.shards]
-        batch_size, stop = self.stage.global_batch, self.progress.stop_requested()
+        batch_size, stop = self.stage.global_batch, self.progress.stop_requested() or self.shipping.gave_up is not None
         verdict = agreed(self.world, self.shards, gradients, total, global_batch=batch_size, stop=stop)
         self.guarded, ruling = judge(self.guarded, self.config.guard, verdict.loss, finite=verdict.finite)
         if ruling.do is Do.GO:
@@ -390,6 +411,7 @@ class Run:
         if outcome.error is None:
             self.records.commit(outcome)
             self.progress.committed(outcome.step)
+            self.shipping.committed(outcome.step)
         else:
             kind = "save_skipped" if outcome.skipped else "save_failed"
             self.records.event(kind, step=outcome.step, reason=outcome.error)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tidegate.checkpoint.files import write_synced
 from tidegate.checkpoint.manifest import MANIFEST, parse_name
-from tidegate.checkpoint.retention import PINNED
+from tidegate.checkpoint.marks import Mark, set_mark
 from tidegate.train.level import Shift
 from tidegate.train.records import Records
 
@@ -28,7 +27,7 @@ def pin(checkpoints: Path, step: int, reason: str) -> str | None:
     for _, name in sorted(found, reverse=True):
         if (checkpoints / name / MANIFEST).exists():
             try:
-                write_synced(checkpoints / name / PINNED, reason.encode() + b"\n")
+                set_mark(checkpoints / name, Mark.PINNED, reason)
             except OSError:
                 return None
             return name

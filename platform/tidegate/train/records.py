@@ -24,7 +24,8 @@ CHECKPOINTS = "checkpoints.jsonl"
 """A line a commit."""
 EVENTS = "events.jsonl"
 """What else happened: restored, checkpoint_skipped, resumed_differently, save_failed, step_skipped, rolled_back,
-jumped_after_resume, level_shift, pinned, not_pinned, stage, sampled, sample_failed, exported."""
+jumped_after_resume, level_shift, pinned, not_pinned, stage, sampled, sample_failed, exported; of the object store:
+uploaded, upload_failed, upload_left, store_not_pruned."""
 
 logger = logging.getLogger(__name__)
 

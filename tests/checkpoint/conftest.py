@@ -1,0 +1,49 @@
+"""An object store of each test's own, behind a proxy that can do it harm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+
+from object_stores import BUCKET, CREDENTIALS, s3_server
+from tidegate.checkpoint.address import Address
+from tidegate.checkpoint.object_store import ObjectStore, Patience, client
+from tidegate.testing.faulty_proxy import FaultyProxy
+
+
+@pytest.fixture(scope="session")
+def only_proxy() -> Iterator[FaultyProxy]:
+    with s3_server() as url, FaultyProxy(url) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def proxy(only_proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
+    """Without faults, for a start."""
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    only_proxy.seen.clear()
+    yield only_proxy
+    only_proxy.faults.clear()
+
+
+@cache
+def _client(url: str, patience: Patience) -> Any:
+    """Making one takes botocore a third of a second."""
+    return client(url, patience)
+
+
+@pytest.fixture
+def open_store(proxy: FaultyProxy, request: pytest.FixtureRequest) -> Callable[..., ObjectStore]:
+    """`open_store(attempts=…, silent_s=…)`: a store of this test's own."""
+    address = Address(BUCKET, f"runs/{request.node.name}")
+
+    def opened(*, attempts: int = 3, silent_s: float = 10.0, run: str | None = None) -> ObjectStore:
+        store = ObjectStore(address, proxy.url, run=run)
+        store.s3 = _client(proxy.url, Patience(attempts=attempts, silent_s=silent_s))
+        return store
+
+    return opened
