@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ import torch
 import torch.distributed as dist
 from folders import about, parts_of, tensors
 
+from small_disk import fill_up, small_disk
 from tidegate.checkpoint.disk import Outcome, Saver
 from tidegate.checkpoint.layout import Part
 from tidegate.checkpoint.restore import load, newest_good
@@ -27,25 +26,9 @@ def group() -> Iterator[dist.ProcessGroup]:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own, of 256 KiB."""
-    place = tmp_path / "small"
-    place.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", place], capture_output=True, text=True
-    )
-    if mounted.returncode:
-        pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.strip()}")
-    try:
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "small", kib=256) as place:
         yield place
-    finally:
-        subprocess.run(["umount", place], check=True)
-
-
-def fill_up(place: Path) -> None:
-    with (place / "filler").open("wb", buffering=0) as file, suppress(OSError):
-        while True:
-            file.write(bytes(4096))
 
 
 def save(saver: Saver, step: int, generation: int = 0) -> Outcome:
@@ -90,34 +73,34 @@ def test_training_goes_on_while_a_save_flies(tmp_path: Path, group: dist.Process
     assert all(torch.equal(part.local, tensors()[part.name]) for part in read)
 
 
-def test_a_full_disk_costs_one_save(small_disk: Path, group: dist.ProcessGroup) -> None:
+def test_a_full_disk_costs_one_save(disk: Path, group: dist.ProcessGroup) -> None:
     """C058: save(40) fails in the writer; its reason comes out, save(20) stays, save(60) works."""
-    saver = saver_of(small_disk, group, parts_of(tensors(), 0, 1))
+    saver = saver_of(disk, group, parts_of(tensors(), 0, 1))
     assert save(saver, 20).error is None
-    fill_up(small_disk)
+    fill_up(disk)
     outcome = save(saver, 40)
     assert outcome.error is not None
-    assert outcome.error.startswith(f"rank 0: {os.strerror(errno.ENOSPC)}: {small_disk / 'step-00000040.g0'}")
+    assert outcome.error.startswith(f"rank 0: {os.strerror(errno.ENOSPC)}: {disk / 'step-00000040.g0'}")
     assert outcome.full
-    found = newest_good(small_disk)
+    found = newest_good(disk)
     assert found.checkpoint is not None
     assert found.checkpoint.manifest.step == 20
-    (small_disk / "filler").unlink()
+    (disk / "filler").unlink()
     assert save(saver, 60).error is None
     saver.close()
-    assert sorted(path.name for path in small_disk.iterdir()) == ["step-00000020.g0", "step-00000060.g0"]
+    assert sorted(path.name for path in disk.iterdir()) == ["step-00000020.g0", "step-00000060.g0"]
 
 
-def test_on_a_full_disk_older_checkpoints_make_room(small_disk: Path, group: dist.ProcessGroup) -> None:
+def test_on_a_full_disk_older_checkpoints_make_room(disk: Path, group: dist.ProcessGroup) -> None:
     """C065: the last save finds the disk full; all but the newest good checkpoint go, and done again it fits."""
-    saver = saver_of(small_disk, group, parts_of(tensors(), 0, 1), keep=9)
+    saver = saver_of(disk, group, parts_of(tensors(), 0, 1), keep=9)
     assert [save(saver, step).error for step in (20, 40, 60)] == [None] * 3
-    fill_up(small_disk)
+    fill_up(disk)
     assert save(saver, 80).full
-    assert sorted(path.name for path in small_disk.glob("step-*")) == ["step-00000060.g0"]
+    assert sorted(path.name for path in disk.glob("step-*")) == ["step-00000060.g0"]
     assert save(saver, 80).error is None
     saver.close()
-    found = newest_good(small_disk).checkpoint
+    found = newest_good(disk).checkpoint
     assert found is not None
     assert found.manifest.step == 80
 

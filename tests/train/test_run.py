@@ -14,6 +14,7 @@ from ranks import group, lines, losses, train
 from torch import Tensor
 
 from captioned import captioned_images, tiny_run
+from small_disk import fill_up, small_disk
 from tidegate.checkpoint.disk import Saver
 from tidegate.checkpoint.folders import folder_of
 from tidegate.checkpoint.layout import Part
@@ -276,6 +277,32 @@ def test_saves_that_fail_cost_nothing_but_themselves(unbroken: Path, data: Path,
     assert seen.commits == []
     assert losses(tmp_path) == pytest.approx(losses(unbroken), rel=1e-4)
     load_export(tmp_path / "export")
+
+
+class FillsTheDisk(NullProgress):
+    def __init__(self, disk: Path) -> None:
+        self._disk = disk
+
+    def committed(self, step: int) -> None:
+        if step == 9:
+            fill_up(self._disk)
+
+
+def test_the_last_save_finds_the_disk_full_and_makes_room(data: Path, tmp_path: Path) -> None:
+    """C065: nothing of the result is dropped; what had to go for it are older checkpoints."""
+    with small_disk(tmp_path / "small", kib=2048) as disk:
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "checkpoints").symlink_to(disk)
+        run(CONFIG, data, tmp_path / "run", FillsTheDisk(disk))
+        [failed] = [line for line in lines(tmp_path / "run", "events.jsonl") if line["kind"] == "save_failed"]
+        assert failed["step"] == 12
+        assert "No space left on device" in failed["reason"]
+        kept = sorted(path.name for path in disk.glob("step-*"))
+        assert kept == ["step-00000009.g0", "step-00000012.g0"]
+        newest = newest_good(disk).checkpoint
+        assert newest is not None
+        assert newest.manifest.step == 12
+    load_export(tmp_path / "run" / "export")
 
 
 def test_what_the_watcher_is_told(data: Path, tmp_path: Path) -> None:
