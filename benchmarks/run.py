@@ -24,7 +24,15 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.contract import Result  # noqa: E402
 
-NAMES = ("decide", "flip", "fault_to_step", "loader")
+NAMES = (
+    "decide",
+    "flip",
+    "fault_to_step",
+    "loader",
+    "checkpoint_stall",
+    "checkpoint_save",
+    "checkpoint_restore",
+)
 
 
 def run(name: str, options: Sequence[str]) -> Result:

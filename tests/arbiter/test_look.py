@@ -21,7 +21,7 @@ from tidegate.ids import ProviderName, Tier
 from tidegate.spec.policy import PurseSpec
 from tidegate.telemetry.fleet import virtual_nodes
 from tidegate.telemetry.goodput import Owner
-from tidegate.telemetry.report import account, percentages
+from tidegate.telemetry.report import account, percentages, save_interval
 
 
 def provider(name: str, state: str, latency_s: float | None, spent_usd: float) -> ProviderSeen:
@@ -201,3 +201,15 @@ def test_the_report_as_people_read_it() -> None:
     assert row(said, "digits").split() == ["digits", "1.000", "1.000", "$0.00", "0.00"]
     nothing = account({}, {"price_usd": 1.0})
     assert nothing["spill"]["usd_per_gpu_hour_won"] is None
+
+
+def test_how_often_to_save_by_what_it_costs_and_how_often_things_go_wrong() -> None:
+    """Ten saves a minute apart, each a stall of 0.3 s, and two faults: one every 270 s."""
+    commits = [1000.0 + 60 * number for number in range(10)]
+    every = save_interval([0.3] * 10, commits, 2)
+    assert every == {"save_s": 0.3, "between_faults_s": 270.0, "now_s": 60.0, "best_s": pytest.approx(12.5, abs=0.1)}
+    assert save_interval([0.3] * 10, commits, 0) is None
+    assert save_interval([0.3], commits[:1], 2) is None
+    found = {"cluster": False, "run": "r", "since_s": 0.0, "until_s": 1.0, **account({Owner.PRODUCTIVE: 1.0}, {})}
+    said = text(*report_tables({**found, "save_interval": every}))
+    assert "saves to disk every 60.0 s; 12.5 s would lose least (stall 300.0 ms, a fault every 270 s)" in said

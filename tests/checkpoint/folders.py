@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from tidegate.checkpoint.files import write_synced
-from tidegate.checkpoint.manifest import MANIFEST, Manifest, folder_name
-from tidegate.checkpoint.shards import Part, Stage, file_name
+from tidegate.checkpoint.layout import Part
+from tidegate.checkpoint.manifest import MANIFEST, Manifest, ShardSeen, folder_name
+from tidegate.checkpoint.slots import Slot
 
 
 def tensors(step: int = 0) -> dict[str, Tensor]:
@@ -45,14 +47,20 @@ def about(step: int, generation: int = 0, world_size: int = 1) -> Manifest:
     )
 
 
+def write_shard(folder: Path, parts: list[Part], rank: int, step: int = 0) -> ShardSeen:
+    """A rank's file, without the writer's process."""
+    slot = Slot(parts, rank)
+    slot.fill()
+    shard = slot.seal(about(step))
+    (folder / shard.name).write_bytes(os.pread(slot.handle, shard.bytes, 0))
+    slot.close()
+    return shard
+
+
 def write_checkpoint(checkpoints: Path, step: int, *, generation: int = 0, world_size: int = 4) -> Path:
     folder = checkpoints / folder_name(step, generation)
     folder.mkdir(parents=True)
-    files = []
-    for rank in range(world_size):
-        stage = Stage(parts_of(tensors(step), rank, world_size))
-        stage.fill()
-        files.append(stage.write(folder / file_name(rank)))
+    files = [write_shard(folder, parts_of(tensors(step), rank, world_size), rank, step) for rank in range(world_size)]
     manifest = about(step, generation, world_size).model_copy(update={"files": tuple(files)})
     write_synced(folder / MANIFEST, manifest.model_dump_json().encode())
     return folder

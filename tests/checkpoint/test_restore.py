@@ -50,7 +50,7 @@ def test_after_power_loss_the_newest_are_empty_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("harm", "says"),
     [
-        ("flip", "content differs from the manifest's hash"),
+        ("flip", "content differs from its hash at byte"),
         ("cut", "bytes, must be"),
         ("lose", "No such file or directory"),
         ("manifest", "manifest.json: "),

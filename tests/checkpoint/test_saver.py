@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,9 +12,10 @@ import torch
 import torch.distributed as dist
 from folders import about, parts_of, tensors
 
+from small_disk import fill_up, small_disk
 from tidegate.checkpoint.disk import Outcome, Saver
+from tidegate.checkpoint.layout import Part
 from tidegate.checkpoint.restore import load, newest_good
-from tidegate.checkpoint.shards import Part
 from tidegate.train.parallel import joined
 
 
@@ -26,15 +25,10 @@ def group() -> Iterator[dist.ProcessGroup]:
         yield world.saving
 
 
-@contextmanager
-def full_disk(limit_bytes: int) -> Iterator[None]:
-    """No file may grow beyond the limit: a write fails in the middle, as on a full disk, though with EFBIG."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "small", kib=256) as place:
+        yield place
 
 
 def save(saver: Saver, step: int, generation: int = 0) -> Outcome:
@@ -79,21 +73,47 @@ def test_training_goes_on_while_a_save_flies(tmp_path: Path, group: dist.Process
     assert all(torch.equal(part.local, tensors()[part.name]) for part in read)
 
 
-def test_a_full_disk_costs_one_save(tmp_path: Path, group: dist.ProcessGroup) -> None:
-    """C058: save(40) fails in the thread; its reason comes out, save(20) stays, save(60) works."""
-    saver = saver_of(tmp_path, group, parts_of(tensors(), 0, 1))
+def test_a_full_disk_costs_one_save(disk: Path, group: dist.ProcessGroup) -> None:
+    """C058: save(40) fails in the writer; its reason comes out, save(20) stays, save(60) works."""
+    saver = saver_of(disk, group, parts_of(tensors(), 0, 1))
     assert save(saver, 20).error is None
-    with full_disk(300):
-        outcome = save(saver, 40)
+    fill_up(disk)
+    outcome = save(saver, 40)
     assert outcome.error is not None
-    assert outcome.error.startswith(f"rank 0: {os.strerror(errno.EFBIG)}")
-    found = newest_good(tmp_path)
+    assert outcome.error.startswith(f"rank 0: {os.strerror(errno.ENOSPC)}: {disk / 'step-00000040.g0'}")
+    assert outcome.full
+    found = newest_good(disk)
     assert found.checkpoint is not None
     assert found.checkpoint.manifest.step == 20
-    assert [skipped.name for skipped in found.skipped] == ["step-00000040.g0"]
+    (disk / "filler").unlink()
     assert save(saver, 60).error is None
     saver.close()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000020.g0", "step-00000060.g0"]
+    assert sorted(path.name for path in disk.iterdir()) == ["step-00000020.g0", "step-00000060.g0"]
+
+
+def test_on_a_full_disk_older_checkpoints_make_room(disk: Path, group: dist.ProcessGroup) -> None:
+    """C065: the last save finds the disk full; all but the newest good checkpoint go, and done again it fits."""
+    saver = saver_of(disk, group, parts_of(tensors(), 0, 1), keep=9)
+    assert [save(saver, step).error for step in (20, 40, 60)] == [None] * 3
+    fill_up(disk)
+    assert save(saver, 80).full
+    assert sorted(path.name for path in disk.glob("step-*")) == ["step-00000060.g0"]
+    assert save(saver, 80).error is None
+    saver.close()
+    found = newest_good(disk).checkpoint
+    assert found is not None
+    assert found.manifest.step == 80
+
+
+def test_a_folder_that_was_committed_is_not_written_into(tmp_path: Path, group: dist.ProcessGroup) -> None:
+    """C070: two saves never share a folder."""
+    saver = saver_of(tmp_path, group, parts_of(tensors(), 0, 1))
+    assert save(saver, 20).error is None
+    outcome = save(saver, 20)
+    assert outcome.error is not None
+    assert "a restart must raise the generation" in outcome.error
+    saver.close()
+    assert newest_good(tmp_path).checkpoint is not None
 
 
 def test_a_rotten_checkpoint_is_not_kept_in_place_of_a_good_one(tmp_path: Path, group: dist.ProcessGroup) -> None:

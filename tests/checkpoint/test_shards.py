@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from folders import parts_of, tensors, write_checkpoint
+from folders import about, parts_of, tensors, write_checkpoint, write_shard
+from safetensors.torch import load_file
 
-from tidegate.checkpoint.restore import full_model_weights, load, newest_good
-from tidegate.checkpoint.shards import Part, Stage, read_parts
+from tidegate.checkpoint.layout import Part
+from tidegate.checkpoint.manifest import ShardSeen
+from tidegate.checkpoint.reading import read_parts
+from tidegate.checkpoint.restore import full_model_weights, load, newest_good, verified
+from tidegate.checkpoint.slots import Slot
+from tidegate.checkpoint.tiers import FolderSource
 from tidegate.errors import CheckpointError
 
 
@@ -38,42 +44,54 @@ def test_torch_reads_it(tmp_path: Path) -> None:
         assert torch.equal(state[name], want), name
 
 
+def read(folder: Path, files: list[ShardSeen], parts: list[Part]) -> int:
+    with FolderSource(folder) as source:
+        return read_parts(source, files, parts)
+
+
 def test_what_changes_after_the_copy_is_not_saved(tmp_path: Path) -> None:
     """C061: weights change as soon as the save gives control back."""
     [part] = parts_of({"model.even": torch.zeros(8, 3)}, 0, 1)
-    stage = Stage([part])
-    stage.fill()
+    slot = Slot([part], 0)
+    slot.fill()
     part.local.add_(1)
-    stage.write(tmp_path / "shard.safetensors")
-    read_parts(tmp_path, ["shard.safetensors"], [part])
+    shard = slot.seal(about(0))
+    (tmp_path / shard.name).write_bytes(os.pread(slot.handle, shard.bytes, 0))
+    slot.close()
+    read(tmp_path, [shard], [part])
     assert torch.equal(part.local, torch.zeros(8, 3))
 
 
 def test_tensors_of_any_type(tmp_path: Path) -> None:
-    whole = {"a": torch.arange(6, dtype=torch.bfloat16), "b": torch.tensor([1, 2**40]), "c": torch.ones(3)}
-    parts = [Part(name, tensor.clone(), tuple(tensor.shape), (0,)) for name, tensor in whole.items()]
-    stage = Stage(parts)
-    stage.fill()
-    stage.write(tmp_path / "shard.safetensors")
+    whole = {
+        "a": torch.arange(6, dtype=torch.bfloat16),
+        "b": torch.tensor([1, 2**40]),
+        "c": torch.ones(3),
+        "scalar": torch.tensor(7.0),
+        "odd": torch.tensor([1, 2, 3], dtype=torch.uint8),
+    }
+    parts = [Part(name, tensor.clone(), tuple(tensor.shape), (0,) * tensor.dim()) for name, tensor in whole.items()]
+    shard = write_shard(tmp_path, parts, 0)
     for part in parts:
         part.local.zero_()
-    read_parts(tmp_path, ["shard.safetensors"], parts)
+    read(tmp_path, [shard], parts)
     assert all(torch.equal(part.local, whole[part.name]) for part in parts)
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in load_file(tmp_path / shard.name).items())
 
 
 def test_another_network_is_refused(tmp_path: Path) -> None:
     """C074: a tensor under another name, or of another shape, is never left as it was in silence."""
     folder = write_checkpoint(tmp_path, 20, world_size=2)
-    files = sorted(path.name for path in folder.glob("*.safetensors"))
+    files = list(verified(folder).files)
     renamed = Part("model.other", torch.zeros(8, 3), (8, 3), (0, 0))
     with pytest.raises(CheckpointError, match=r"1 of 1 tensors not covered, first model\.other"):
-        read_parts(folder, files, [renamed])
+        read(folder, files, [renamed])
     longer = Part("model.even", torch.zeros(9, 3), (9, 3), (0, 0))
     with pytest.raises(CheckpointError, match=r"not covered, first model\.even"):
-        read_parts(folder, files, [longer])
+        read(folder, files, [longer])
     shorter = Part("model.even", torch.zeros(7, 3), (7, 3), (0, 0))
     with pytest.raises(CheckpointError, match=r"model\.even: reaches to 8, the network's has 7"):
-        read_parts(folder, files, [shorter])
+        read(folder, files, [shorter])
 
 
 def test_the_weights_alone(tmp_path: Path) -> None:

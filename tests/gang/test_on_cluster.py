@@ -30,6 +30,7 @@ from tidegate.arbiter.moves import CreateGroup, File, RemoveGroup
 from tidegate.arbiter.on_ray import RayFleet
 from tidegate.arbiter.states import ClaimState
 from tidegate.arbiter.view import GroupState
+from tidegate.checkpoint.folders import SHARED_MEMORY, folder_of
 from tidegate.data.prepare import prepare
 from tidegate.errors import ArbiterSilentError, ClaimNeverFitsError, RunExistsError
 from tidegate.gang.coordinator import JOURNAL, start_coordinator
@@ -105,7 +106,7 @@ class Run:
         )
         ray.get(start_arbiter(policy).policy.remote())
         self.arbiter = ArbiterClient(timeout_s=20.0)
-        config = tiny_run(name="long", steps=1_000_000, checkpoint={"every_steps": 20, "keep": 2})
+        config = tiny_run(name="long", steps=1_000_000, checkpoint={"every_steps": 20, "ram_every_steps": 5, "keep": 2})
         order = RunOrder(
             claim=claim_spec("long", 4, 2),
             config=config,
@@ -115,6 +116,11 @@ class Run:
         self.order = order
         self.coordinator: Any = start_coordinator(order)
         ray.get(self.coordinator.start.remote(order))
+
+    def restored_from(self) -> str:
+        """The tier of the newest generation's checkpoint."""
+        events = read_lines(self.folder / "run" / "events.jsonl")
+        return str([line["tier"] for line in events if line["kind"] == "restored"][-1])
 
     def status(self) -> RunStatus:
         status: RunStatus = ray.get(self.coordinator.status.remote())
@@ -208,7 +214,9 @@ def test_a_killed_rank_comes_back_without_ray_train_noticing(run: Run) -> None:
     assert any("was killed by signal 9" in reason for reason in died)
     first = run.notes("first_step")[-1]["data"]
     assert first["step"] > 1, "it started from nothing instead of its checkpoint"
-    assert first["steps_lost"] <= 20
+    # The newest copy in memory may not be whole yet on every rank; the one before is.
+    assert first["steps_lost"] < 10
+    assert run.restored_from() == "memory", "of both nodes, each rank's from its own"
     assert run.notes("group_restarted") == []
 
 
@@ -267,6 +275,7 @@ def test_a_killed_train_worker_restarts_the_group_on_the_same_nodes(run: Run) ->
     run.wait_for_generation(4, ranks=3)
     assert len(run.notes("group_restarted")) == restarts + 1
     assert run.notes("first_step")[-1]["data"]["steps_lost"] <= 20
+    assert run.restored_from() == "memory", "the copies outlive ranks and agent"
     assert run.node_names() == nodes
     assert all(note["data"]["warm"] for note in run.notes("joined")[-2:]), "torch was imported once more"
 
@@ -372,6 +381,11 @@ def test_a_stop_saves_then_leaves_and_the_gpus_come_back(run: Run) -> None:
     steps = [line["step"] for line in read_lines(run.folder / "run" / "metrics.jsonl")]
     commits = [line["step"] for line in read_lines(run.folder / "run" / "checkpoints.jsonl")]
     assert commits[-1] == steps[-1], "the last step was not saved"
+    wait_until(
+        lambda: not list(SHARED_MEMORY.glob(f"{folder_of('long', run.folder / 'run', {}).parent.name}/*")),
+        30,
+        "its copies in memory are gone",
+    )
     wait_until(lambda: run.claim()["state"] == ClaimState.DONE, 30, "the claim is done")
     fleet = RayFleet(app="images")
     wait_until(lambda: free_gpus(fleet) == [2.0, 2.0, 2.0], 30, "GPUs are free")

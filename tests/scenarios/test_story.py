@@ -140,9 +140,9 @@ def test_six_ranks_then_five(seen: dict[str, Any]) -> None:
     assert training["loss_last"] < training["loss_first"]
 
 
-def test_faults_cost_no_more_than_a_checkpoint_interval(seen: dict[str, Any]) -> None:
+def test_faults_cost_no_more_than_the_interval_of_copies_in_memory(seen: dict[str, Any]) -> None:
     for fault in ("rank_kill", "hot_gpu"):
-        assert 0 <= seen["report"][fault]["steps_lost"] <= 20
+        assert 0 <= seen["report"][fault]["steps_lost"] <= 5, "every fifth step is kept in memory"
     # A reading is taken every second, and acted on in the arbiter's next tick: with room for a busy machine.
     assert seen["report"]["hot_gpu"]["reading_to_rank_gone_s"] < 5
     gang = (seen["folder"] / "stage" / "run" / "gang.jsonl").read_text(encoding="utf-8")

@@ -47,6 +47,7 @@ def _server() -> ForkServerContext:
 def _rank(rank: int, size: int, port: int, target: Callable[..., None], arguments: tuple[object, ...]) -> None:
     os.environ |= {
         "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
@@ -56,13 +57,17 @@ def _rank(rank: int, size: int, port: int, target: Callable[..., None], argument
 
 
 class Script(NullProgress):
-    """What happens to a rank: it dies when a checkpoint was committed, or is told to stop from a step on."""
+    """What happens to a rank: it dies when a checkpoint was committed or a step done, or is told to stop."""
 
-    def __init__(self, *, dies_at_commit: int | None = None, stops_at: int | None = None) -> None:
-        self._dies_at_commit, self._stops_at, self._step = dies_at_commit, stops_at, 0
+    def __init__(
+        self, *, dies_at_commit: int | None = None, dies_at_step: int | None = None, stops_at: int | None = None
+    ) -> None:
+        self._dies_at_commit, self._dies_at_step, self._stops_at, self._step = dies_at_commit, dies_at_step, stops_at, 0
 
     def stepped(self, step: int, loss: float) -> None:
         self._step = step
+        if step == self._dies_at_step:
+            os._exit(9)
 
     def committed(self, step: int) -> None:
         if step == self._dies_at_commit:

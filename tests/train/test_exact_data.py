@@ -24,6 +24,7 @@ from tidegate.train.parallel import joined
 from tidegate.train.progress import NullProgress
 from tidegate.train.records import Records
 from tidegate.train.stages import stages
+from waiting import wait_until
 
 STEPS, BATCH, KILLED_AT = 14, 7, 9
 CONFIG = tiny_run(
@@ -44,6 +45,8 @@ class Watched(Run):
             row = {"step": self.step, "places": list(batch.positions), "ids": list(batch.ids), "size": str(batch.size)}
             file.write(json.dumps(row) + "\n")
         if self.world.rank == 1 and self.step == self.kill_at:
+            committed = self.run_dir / "checkpoints" / "step-00000008.g0" / "manifest.json"
+            wait_until(committed.exists, 20, "step 8 is on disk")
             os.kill(os.getpid(), signal.SIGKILL)
         return super()._loss(batch)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
 from pathlib import Path
 from typing import ClassVar
@@ -13,9 +14,12 @@ from ranks import group, lines, losses, train
 from torch import Tensor
 
 from captioned import captioned_images, tiny_run
+from small_disk import fill_up, small_disk
 from tidegate.checkpoint.disk import Saver
-from tidegate.checkpoint.restore import Checkpoint, full_model_weights, newest_good, newest_good_for_all, verified
-from tidegate.checkpoint.shards import Part
+from tidegate.checkpoint.folders import folder_of
+from tidegate.checkpoint.layout import Part
+from tidegate.checkpoint.restore import Checkpoint, Restored, full_model_weights, newest_good, restore, verified
+from tidegate.checkpoint.tiers import Candidate, Disk
 from tidegate.data.dataset import Dataset
 from tidegate.data.loader import Batch
 from tidegate.data.order import order
@@ -82,6 +86,27 @@ def test_killed_and_resumed_is_bit_identical(unbroken: Path, data: Path, tmp_pat
     assert [line["step"] for line in lines(tmp_path, "metrics.jsonl") if line["generation"] == 1] == list(range(4, 13))
     assert losses(tmp_path) == losses(unbroken)
     assert export_id(tmp_path / "export") == export_id(unbroken / "export")
+
+
+def test_a_dead_rank_costs_no_more_than_the_steps_since_the_last_copy_in_memory(
+    unbroken: Path, data: Path, tmp_path: Path
+) -> None:
+    """C087: a copy every second step, a checkpoint on disk every sixth; rank 1 is gone after step 9. Generation 1
+    goes on from step 8, out of memory, with two ranks; generation 2 with three, from step 10; the end is the same."""
+    config = tiny_run(checkpoint={"every_steps": 6, "ram_every_steps": 2, "keep": 2})
+    node = folder_of("tiny", tmp_path, os.environ)
+    assert group(2, train, config, data, tmp_path, 0, {1: {"dies_at_step": 9}})[1] == 9
+    assert node.is_dir()
+    assert group(2, train, config, data, tmp_path, 1, {0: {"dies_at_step": 11}})[0] == 9
+    assert group(3, train, config, data, tmp_path, 2, {}) == [0, 0, 0]
+    restored = [line for line in lines(tmp_path, "events.jsonl") if line["kind"] == "restored"]
+    assert [(line["step"], line["tier"]) for line in restored] == [(8, "memory"), (10, "memory")]
+    made = [line["step"] for line in lines(tmp_path, "metrics.jsonl") if line["generation"] == 1]
+    assert made[:2] == [9, 10]
+    whole = {step: loss for step, loss in losses(unbroken).items() if step <= 10}
+    assert {step: loss for step, loss in losses(tmp_path).items() if step <= 10} == whole
+    assert losses(tmp_path) == pytest.approx(losses(unbroken), rel=1e-4)
+    assert not node.exists(), "a run that has ended leaves nothing in memory"
 
 
 def test_three_ranks_stop_together_and_other_numbers_go_on(unbroken: Path, data: Path, tmp_path: Path) -> None:
@@ -179,15 +204,26 @@ def test_a_loss_that_is_not_finite_on_one_rank_is_skipped_by_all(unbroken: Path,
     assert (newest.manifest.step, newest.manifest.updates) == (12, 11)
 
 
+class Blind(Disk):
+    """Lists no checkpoint, though it can read them: a network file system that is behind."""
+
+    def candidates(self) -> tuple[Candidate, ...]:
+        return ()
+
+
 def disagreeing(rank: int, good: Path, empty: Path, blocked: Path) -> None:
-    """Rank 1 sees no checkpoint and has no place to save to."""
+    """Rank 1 sees no checkpoint, then cannot read them either, and has no place to save to."""
     with joined(30) as world:
-        found = newest_good_for_all(empty if rank else good, world.saving)
-        assert found.checkpoint is not None
-        assert found.checkpoint.manifest.step == 12
+        restored = restore([Blind(good) if rank else Disk(good)], [], world.saving)
+        assert restored.manifest is not None
+        assert restored.manifest.step == 12
+        nothing = restore([Disk(empty if rank else good)], [], world.saving)
+        assert nothing.manifest is None
+        assert [skipped.name for skipped in nothing.skipped] == ["step-00000012.g0", "step-00000009.g0"]
+        assert "No such file" in nothing.skipped[0].why
         part = Part("model.a", torch.ones(2), (4,), (2 * rank,))
         saver = Saver(blocked if rank else empty, [part], group=world.saving, generation=5, keep=1)
-        saver.start(found.checkpoint.manifest.model_copy(update={"step": 20, "files": ()}))
+        saver.start(restored.manifest.model_copy(update={"step": 20, "files": ()}))
         outcome = saver.finish()
         saver.close()
         assert outcome is not None
@@ -213,8 +249,8 @@ def test_rank_0_decides_and_one_failed_shard_is_no_checkpoint(unbroken: Path, tm
 class Forgetful(Run):
     """Takes a checkpoint's counters, and loses its weights on the way."""
 
-    def _load(self, checkpoint: Checkpoint) -> None:
-        super()._load(checkpoint)
+    def _resume(self, restored: Restored) -> None:
+        super()._resume(restored)
         for shard in self.shards:
             shard.local.mul_(3.0)
 
@@ -241,6 +277,32 @@ def test_saves_that_fail_cost_nothing_but_themselves(unbroken: Path, data: Path,
     assert seen.commits == []
     assert losses(tmp_path) == pytest.approx(losses(unbroken), rel=1e-4)
     load_export(tmp_path / "export")
+
+
+class FillsTheDisk(NullProgress):
+    def __init__(self, disk: Path) -> None:
+        self._disk = disk
+
+    def committed(self, step: int) -> None:
+        if step == 9:
+            fill_up(self._disk)
+
+
+def test_the_last_save_finds_the_disk_full_and_makes_room(data: Path, tmp_path: Path) -> None:
+    """C065: nothing of the result is dropped; what had to go for it are older checkpoints."""
+    with small_disk(tmp_path / "small", kib=2048) as disk:
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "checkpoints").symlink_to(disk)
+        run(CONFIG, data, tmp_path / "run", FillsTheDisk(disk))
+        [failed] = [line for line in lines(tmp_path / "run", "events.jsonl") if line["kind"] == "save_failed"]
+        assert failed["step"] == 12
+        assert "No space left on device" in failed["reason"]
+        kept = sorted(path.name for path in disk.glob("step-*"))
+        assert kept == ["step-00000009.g0", "step-00000012.g0"]
+        newest = newest_good(disk).checkpoint
+        assert newest is not None
+        assert newest.manifest.step == 12
+    load_export(tmp_path / "run" / "export")
 
 
 def test_what_the_watcher_is_told(data: Path, tmp_path: Path) -> None:

@@ -1,24 +1,37 @@
-"""Save to disk beside training: the step waits for one copy in memory, a thread does the rest."""
+"""Saves beside training: the step waits for one copy in shared memory, others bring it to disk.
+
+The copy is a checkpoint of its own while the node lives (see `slots.py`). A thread hashes it, the writer's process
+(`writer.py`) writes it meanwhile, a second thread collects all ranks' receipts, and rank 0 commits.
+"""
 
 from __future__ import annotations
 
+import errno
 import shutil
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
-from tidegate.checkpoint.files import FileSeen, sync_folder, write_synced
-from tidegate.checkpoint.manifest import MANIFEST, Manifest, folder_name, parse_name
+from tidegate.checkpoint.files import sync_folder, write_synced
+from tidegate.checkpoint.layout import Part, file_name
+from tidegate.checkpoint.manifest import MANIFEST, Manifest, ShardSeen, folder_name, parse_name
 from tidegate.checkpoint.retention import PINNED, Seen, doomed
-from tidegate.checkpoint.shards import Part, Stage, file_name
+from tidegate.checkpoint.ring import Ring
+from tidegate.checkpoint.slots import Slot
+from tidegate.checkpoint.writer import Writer
 from tidegate.spec.policy import Model
 
-_RECEIPT_BYTES = 512
+_RECEIPT_BYTES = 768
+_WHY_CHARACTERS = 160
+
+WhenLate = Literal["wait", "skip"]
+"""What a save does that is due while the one before is still being written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,25 +39,30 @@ class Outcome:
     """How a save ended. Rank 0 knows it of all ranks, the others of their own shard."""
 
     step: int
-    stall_s: float
+    stall_s: float = 0.0
     """How long training was blocked by it."""
-    commit_s: float
+    commit_s: float = 0.0
     """From the start of the save to the manifest's rename, and for other ranks to their shard being durable."""
-    bytes: int
+    bytes: int = 0
     error: str | None = None
     """Why there is no checkpoint of this step, naming the rank; the last good one is still there."""
+    full: bool = False
+    """The disk was full. What could go, has gone: the next save may fit."""
+    skipped: bool = False
+    """It was never started: the one before was late."""
 
 
 class _Receipt(Model):
     """What a rank tells rank 0 about its shard."""
 
     stall_s: float
-    file: FileSeen | None = None
+    shard: ShardSeen | None = None
     error: str | None = None
+    full: bool = False
 
 
 class Saver:
-    """Saves one rank's parts, one save in flight. All ranks must start the same saves in the same order."""
+    """Saves one rank's parts; one save in flight to disk. All ranks must start the same saves in the same order."""
 
     def __init__(
         self,
@@ -55,24 +73,61 @@ class Saver:
         generation: int,
         keep: int,
         rotten: frozenset[str] = frozenset(),
+        ring: Ring | None = None,
+        when_late: WhenLate = "wait",
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`group` must be the saver's own. `rotten`: names of checkpoints that did not verify."""
+        """`group` must be the saver's own. `rotten`: names of checkpoints that did not verify. `ring`: the copies in
+        shared memory; without it there is one, which ends with this process."""
         self._checkpoints, self._group, self._generation, self._keep = checkpoints, group, generation, keep
-        self._rotten, self._clock = rotten, clock
+        self._rotten, self._when_late, self._clock = rotten, when_late, clock
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
-        self._stage = Stage(parts)
+        self._ring = ring or Ring(lambda _: Slot(parts, self._rank))
+        self._writer: Writer | None = None
+        self._sealer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="seal")
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
+        self._sealing: Future[ShardSeen] | None = None
+        self._step = -1
         self._flight: Future[Outcome] | None = None
 
-    def start(self, about: Manifest) -> Outcome | None:
-        """Copy the parts and begin to save them as `about`, whose list of files is filled in. Where the save before
-        is still in flight this waits for it and returns how it ended."""
+    @property
+    def writer_pid(self) -> int | None:
+        """The process that writes; None before the first save."""
+        return self._writer.pid if self._writer is not None else None
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a save is on its way to disk."""
+        return self._flight is not None and not self._flight.done()
+
+    def start(self, about: Manifest, *, to_disk: bool = True) -> Outcome | None:
+        """Copy the parts and begin to save them as `about`, whose list of files is filled in. Where it is to go to disk
+        and the save before is in flight still, this waits for that and returns how it ended; or, if late saves are
+        skipped, returns that, and there is only the copy in memory."""
         began = time.perf_counter()
-        before = self.finish()
-        self._stage.fill()
+        sealed = self._sealed()
+        before, late = self._why_unsealed(), False
+        if to_disk and self._when_late == "wait":
+            before = self.finish() or before
+        if self._ring.two or self._when_late == "skip":
+            unsealed, busy = self._anywhere(not sealed, self.in_flight)
+            late = to_disk and busy
+            if late and not self._ring.two:
+                return _skipped(about.step)
+            if not busy or unsealed:  # unsealed: of two copies only the one in flight is known to be whole
+                before, busy = self.finish() or before, False
+            slot = self._ring.take(last_is_good=not unsealed, busy=busy)
+        else:
+            slot = self._ring.take(last_is_good=False, busy=False)
+        slot.fill()
         stall_s = time.perf_counter() - began
-        self._flight = self._thread.submit(self._save, about, began, stall_s)
+        self._sealing, self._step = self._sealer.submit(slot.seal, about), about.step
+        if not to_disk:
+            return before
+        if late:
+            return _skipped(about.step)
+        self._ring.written(slot)
+        self._flight = self._thread.submit(self._save, about, slot, self._sealing, began, stall_s)
         return before
 
     def poll(self) -> Outcome | None:
@@ -87,31 +142,72 @@ class Saver:
         return flight.result()
 
     def close(self) -> None:
+        self._sealer.shutdown(wait=True)
         self._thread.shutdown(wait=True)
+        self._end_writer()
+        self._ring.close()
 
-    def _save(self, about: Manifest, began: float, stall_s: float) -> Outcome:
+    def _sealed(self) -> bool:
+        """Whether the last copy is whole in memory: waits for its hashes, which take no longer than the copy."""
+        return self._sealing is not None and self._sealing.exception() is None
+
+    def _why_unsealed(self) -> Outcome | None:
+        """How the last copy failed, where it was for memory alone; of the others a save to disk tells."""
+        error = self._sealing.exception() if self._sealing is not None and self._flight is None else None
+        return Outcome(step=self._step, error=f"copy in memory: {error}") if error is not None else None
+
+    def _anywhere(self, *flags: bool) -> tuple[bool, ...]:
+        """Each flag, OR-ed over all ranks: they take the same copy in turn, so that what is whole is so everywhere."""
+        facts = torch.tensor(flags, dtype=torch.int32)
+        dist.all_reduce(facts, op=dist.ReduceOp.MAX)
+        return tuple(bool(fact) for fact in facts.tolist())
+
+    # In the thread that saves
+
+    def _save(self, about: Manifest, slot: Slot, sealing: Future[ShardSeen], began: float, stall_s: float) -> Outcome:
         folder = self._checkpoints / folder_name(about.step, self._generation)
-        mine = self._write_shard(folder, stall_s)
-        receipts = self._gathered(mine)
+        receipts = self._gathered(self._written(folder, slot, sealing, stall_s))
         error = "; ".join(receipt.error for receipt in receipts if receipt.error) or None
-        files = tuple(receipt.file for receipt in receipts if receipt.file is not None)
+        full = any(receipt.full for receipt in receipts)
+        shards = tuple(receipt.shard for receipt in receipts if receipt.shard is not None)
         if self._rank == 0 and error is None:
-            error = self._commit(folder, about.model_copy(update={"files": files, "at_s": self._clock()}))
+            error, full = self._commit(folder, about.model_copy(update={"files": shards, "at_s": self._clock()}))
+        if self._rank == 0 and full:
+            shutil.rmtree(folder, ignore_errors=True)  # all ranks are done with it
+            self._retire(keep=1)
         return Outcome(
             step=about.step,
             stall_s=max(receipt.stall_s for receipt in receipts),
             commit_s=time.perf_counter() - began,
-            bytes=sum(file.bytes for file in files),
+            bytes=sum(shard.bytes for shard in shards),
             error=error,
+            full=full,
         )
 
-    def _write_shard(self, folder: Path, stall_s: float) -> _Receipt:
+    def _written(self, folder: Path, slot: Slot, sealing: Future[ShardSeen], stall_s: float) -> _Receipt:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            return _Receipt(stall_s=stall_s, file=self._stage.write(folder / file_name(self._rank)))
+            if (folder / MANIFEST).exists():
+                raise FileExistsError(
+                    errno.EEXIST, "committed before; a restart must raise the generation", str(folder)
+                )
+            if self._writer is None:
+                self._writer = Writer()
+            layout = slot.layout
+            self._writer.begin(slot.handle, layout.size, len(layout.template), folder / file_name(self._rank))
+            shard = sealing.result()
+            self._writer.end()
+            return _Receipt(stall_s=stall_s, shard=shard)
         except OSError as error:
+            if sealing.exception() is not None or error.errno == errno.EPIPE:
+                self._end_writer()
             why = f"rank {self._rank}: {error.strerror}: {error.filename or folder}"
-            return _Receipt(stall_s=stall_s, error=why[: _RECEIPT_BYTES // 4])
+            return _Receipt(stall_s=stall_s, error=why[:_WHY_CHARACTERS], full=error.errno == errno.ENOSPC)
+
+    def _end_writer(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
 
     def _gathered(self, mine: _Receipt) -> list[_Receipt]:
         """Every rank's receipt on rank 0, elsewhere this rank's alone. One small message a rank."""
@@ -125,17 +221,18 @@ class Saver:
         dist.gather(message, messages, group_dst=0, group=self._group)
         return [_Receipt.model_validate_json(bytes(received.numpy()).rstrip(b"\0")) for received in messages]
 
-    def _commit(self, folder: Path, manifest: Manifest) -> str | None:
+    def _commit(self, folder: Path, manifest: Manifest) -> tuple[str | None, bool]:
+        """Why it failed, if it did, and whether the disk was full."""
         try:
             sync_folder(folder)
             sync_folder(self._checkpoints)
             write_synced(folder / MANIFEST, manifest.model_dump_json(indent=1).encode() + b"\n")
         except OSError as error:
-            return f"manifest: {error.strerror}: {error.filename or folder}"
-        self._retire()
-        return None
+            return f"manifest: {error.strerror}: {error.filename or folder}", error.errno == errno.ENOSPC
+        self._retire(self._keep)
+        return None, False
 
-    def _retire(self) -> None:
+    def _retire(self, keep: int) -> None:
         here = [(parse_name(path.name), path) for path in self._checkpoints.iterdir()]
         paths = {
             Seen(
@@ -146,7 +243,11 @@ class Saver:
             for name, path in here
             if name is not None
         }
-        for seen in doomed(list(paths), self._keep):
+        for seen in doomed(list(paths), keep):
             # The manifest goes first: a deletion that is cut short leaves no half checkpoint that looks whole.
             (paths[seen] / MANIFEST).unlink(missing_ok=True)
             shutil.rmtree(paths[seen], ignore_errors=True)
+
+
+def _skipped(step: int) -> Outcome:
+    return Outcome(step=step, error="the save before is still being written", skipped=True)

@@ -57,6 +57,13 @@ def write_synced(path: Path, data: bytes | memoryview) -> None:
     sync_folder(path.parent)
 
 
+def write_renamed(path: Path, data: bytes) -> None:
+    """As `write_synced`, for memory: nothing is made durable."""
+    neighbour = path.with_name(f".{path.name}.{os.getpid()}")
+    neighbour.write_bytes(data)
+    neighbour.rename(path)
+
+
 def sync_folder(folder: Path) -> None:
     """Make the names in `folder` durable."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

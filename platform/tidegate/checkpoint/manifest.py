@@ -3,7 +3,7 @@
     step-00000200.g3/                 200 steps done, saved by generation 3
       shard-00001-model-…safetensors  rank 0's part, in the layout of DCP's HuggingFaceStorageWriter
       …
-      manifest.json                   all the others with size and hash
+      manifest.json                   all the others with size and hash; and the step, generation, position in the data
 
 A generation in the name keeps a late writer of an old generation out of the new one's folders.
 """
@@ -15,7 +15,6 @@ from typing import Literal
 
 from pydantic import ValidationError
 
-from tidegate.checkpoint.files import FileSeen
 from tidegate.errors import CheckpointError
 from tidegate.spec.policy import Model
 
@@ -24,8 +23,18 @@ MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})\.g(\d+)")
 
 
+class ShardSeen(Model):
+    """One rank's file as it was when the checkpoint was committed."""
+
+    name: str
+    bytes: int
+    header_bytes: int
+    xxh3_128: str
+    """Of the header, in hex. The header holds the hashes of all that follows it (see `layout.py`)."""
+
+
 class Manifest(Model):
-    format: Literal[1] = 1
+    format: Literal[2] = 2
     run: str
     generation: int
     step: int
@@ -44,7 +53,7 @@ class Manifest(Model):
     world_size: int
     at_s: float = 0.0
     """When it was committed."""
-    files: tuple[FileSeen, ...] = ()
+    files: tuple[ShardSeen, ...] = ()
 
     @property
     def total_bytes(self) -> int:

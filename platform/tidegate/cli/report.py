@@ -12,7 +12,15 @@ from tidegate.errors import NoRecordsError, UnknownSubjectError
 from tidegate.json_lines import read_lines
 from tidegate.serve.ledger import read_totals
 from tidegate.telemetry.goodput import SPANS, Span, looked_until_s, read_spans, stalled_s
-from tidegate.telemetry.report import Times, account, busy_times, cluster_seconds, run_seconds, window
+from tidegate.telemetry.report import (
+    Times,
+    account,
+    busy_times,
+    cluster_seconds,
+    run_seconds,
+    save_interval,
+    window,
+)
 
 
 def read_report(
@@ -58,8 +66,9 @@ def _run_report(
         raise UnknownSubjectError(run, tuple(dict.fromkeys(row.run for row in held)))
     waited_s = 0.0
     gang: dict[str, int] = {}
+    interval: dict[str, float] | None = None
     if run_dir is not None:
-        waited_s, gang = _of_gang(run_dir, times)
+        waited_s, gang, interval = _of_gang(run_dir, times)
     return {
         "cluster": False,
         "run": mine[0].run,
@@ -67,6 +76,7 @@ def _run_report(
         "until_s": min(times.until_s, max(row.end_s for row in mine)),
         **_account_of(state_dir, spans, mine, times, waited_s),
         **({"gang": gang} if gang else {}),
+        **({"save_interval": interval} if interval else {}),
     }
 
 
@@ -80,8 +90,8 @@ def _account_of(
     return account(run_seconds(spans, held, times, waited_s), requests)
 
 
-def _of_gang(run_dir: Path, times: Times) -> tuple[float, dict[str, int]]:
-    """GPU-seconds that ranks waited for checkpoints, and what happened to the gang."""
+def _of_gang(run_dir: Path, times: Times) -> tuple[float, dict[str, int], dict[str, float] | None]:
+    """GPU-seconds that ranks waited for checkpoints, what happened to the gang, and how often it should save."""
     # Only here: these two bring torch and Ray Train with them, which take seconds to import.
     from tidegate.gang.coordinator import JOURNAL as GANG_JOURNAL
     from tidegate.train.records import CHECKPOINTS
@@ -94,7 +104,9 @@ def _of_gang(run_dir: Path, times: Times) -> tuple[float, dict[str, int]]:
         "steps_done_again": sum(int(first["steps_lost"] or 0) for first in firsts),
         "checkpoints": len(commits),
     }
-    return stalled_s(commits), counts
+    faults = [line["at_s"] for line in lines if line["kind"] == "planned" and line["data"]["fault_at_s"] is not None]
+    stalls = [float(row["stall_s"]) for row in commits]
+    return stalled_s(commits), counts, save_interval(stalls, [float(row["at_s"]) for row in commits], len(faults))
 
 
 def _within(row: dict[str, Any], times: Times) -> bool:

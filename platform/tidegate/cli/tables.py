@@ -102,6 +102,12 @@ def report_tables(found: Mapping[str, Any]) -> Iterator[Table | Text]:
         yield runs
     if found.get("gang"):
         yield Text(", ".join(f"{count} {name.replace('_', ' ')}" for name, count in found["gang"].items()))
+    if found.get("save_interval"):
+        every = found["save_interval"]
+        yield Text(
+            f"saves to disk every {every['now_s']:.1f} s; {every['best_s']:.1f} s would lose least "
+            f"(stall {every['save_s'] * 1000:.1f} ms, a fault every {every['between_faults_s']:.0f} s)"
+        )
     requests = found["requests"]
     yield Text(f"requests: {', '.join(f'{count} {name}' for name, count in requests.items())}")
     won, usd, price = _spill(found["spill"])

@@ -16,13 +16,16 @@ import time
 import uuid
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
 
 import ray
 
 from tidegate.arbiter.client import NAMESPACE
+from tidegate.arbiter.view import DOMAIN_LABEL
 from tidegate.errors import TidegateError
 from tidegate.gang import beat
+from tidegate.gang.copies import NodeCopies
 from tidegate.gang.events import Beaten
 from tidegate.gang.plan import Member, Plan, RankBeat, Reply, Slot
 from tidegate.gang.rank import RankJob, rank_main
@@ -57,6 +60,8 @@ class AgentJob:
     heartbeat_s: float
     silent_after_s: float
     """Ranks are ended when the coordinator has not answered for so long."""
+    secret: str = ""
+    """Known to the run's agents and ranks alone: who asks for copies of its memory must know it."""
 
 
 @dataclass(slots=True)
@@ -74,12 +79,16 @@ class NodeAgent:
     job: AgentJob
     node: NodeId
     address: str
+    domain: str | None = None
+    """The node's label `tidegate/domain`."""
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
     generation: Generation = field(init=False, default=NOTHING_HELD)
     ranks: list[_Rank] = field(init=False, default_factory=list)
     _coordinator: Any = field(init=False, default=None)
     """Kept: with it the coordinator is reached also while the head, who knows names, is away."""
     _heard_s: float = field(init=False, default_factory=time.monotonic)
+    _copies: NodeCopies | None = field(init=False, default=None)
+    """None: the run keeps none in memory."""
 
     def run(self) -> None:
         """Follow plans until the coordinator says that the gang has ended or left.
@@ -93,22 +102,37 @@ class NodeAgent:
         undertaker = start_undertaker(AGENT_MARK, self.name)
         warm = use_warm(self.node)
         context = multiprocessing.get_context("forkserver")
+        if self.job.config.checkpoint.ram_every_steps is not None:
+            self._copies = NodeCopies(self.node, self.job.config.name, Path(self.job.run_dir), self.job.secret)
         try:
             self._join({"process_at_s": process_began_s(), "began_at_s": began_s, "warm": float(warm)})
             while True:
                 reply = self._beat()
                 if reply is not None and self._obey(reply, context):
+                    self._kill()
+                    if self._copies is not None:
+                        self._copies.forget()
                     return
                 self._wait()
         finally:
             self._kill()
+            if self._copies is not None:
+                self._copies.close()
             assert undertaker.stdin is not None
             undertaker.stdin.close()  # it ends what is left and carries our mark, a forkserver of our own too
             undertaker.wait()
 
     def _join(self, times: dict[str, float]) -> None:
         """Until it is confirmed: a gang that doesn't know of this agent would not watch its ranks (C042)."""
-        member = Member(node=self.node, agent=self.name, address=self.address, port=free_port(), times=times)
+        member = Member(
+            node=self.node,
+            agent=self.name,
+            address=self.address,
+            port=free_port(),
+            shelf_port=self._copies.port if self._copies is not None else 0,
+            domain=self.domain,
+            times=times,
+        )
         while self._ask("join", member) is not True:
             time.sleep(self.job.heartbeat_s)
 
@@ -159,6 +183,8 @@ class NodeAgent:
         self._kill()
         self._ask("cleared", (self.node, plan.generation, time.time()))
         self.generation = plan.generation
+        if self._copies is not None:
+            self._copies.follow(plan)
         environment = dict(os.environ)
         for slot in plan.slots:
             if slot.node != self.node:
@@ -172,6 +198,7 @@ class NodeAgent:
                 plan=plan,
                 slot=slot,
                 environment=environment,
+                secret=self.job.secret,
             )
             # Not daemonic: a rank may have children of its own (a checkpoint's writer).
             process = context.Process(target=rank_main, args=(job, cells), daemon=False)
@@ -204,4 +231,6 @@ def train_fn(settings: dict[str, Any]) -> None:
     """Ray Train's `train_loop_per_worker`."""
     job: AgentJob = settings["job"]
     node = NodeId(ray.get_runtime_context().get_node_id())
-    NodeAgent(job=job, node=node, address=ray.util.get_node_ip_address()).run()
+    label: str | list[str] | None = ray.get_runtime_context().get_node_labels().get(DOMAIN_LABEL)
+    domain = label[0] if isinstance(label, list) else label  # Ray's types and its values differ
+    NodeAgent(job=job, node=node, address=ray.util.get_node_ip_address(), domain=domain).run()

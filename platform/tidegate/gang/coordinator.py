@@ -349,6 +349,7 @@ class Coordinator:
             run_dir=self._order.run_dir,
             heartbeat_s=self._spec.heartbeat_s,
             silent_after_s=self._spec.coordinator_silent_after_s,
+            secret=self._kept.actor,
         )
 
     def _warm(self, nodes: tuple[NodeId, ...]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TypeAlias
 
-from tidegate.gang.plan import Plan
+from tidegate.gang.plan import Plan, ShelfAt
 from tidegate.gang.shape import LEADING, Gang, Note, Status, fit_gpus, silent_nodes, slots_of
 from tidegate.ids import Generation
 from tidegate.spec.policy import GangSpec
@@ -48,7 +48,17 @@ def plan_next(gang: Gang, why: str, now_s: float) -> Outcome:
         return short, (Note(kind="short", reason=why),)
     first = gang.members[slots[0].node]
     generation = Generation(gang.generation + 1)
-    plan = Plan(generation=generation, master_address=first.address, master_port=first.port, slots=slots)
+    plan = Plan(
+        generation=generation,
+        master_address=first.address,
+        master_port=first.port,
+        slots=slots,
+        shelves=tuple(
+            ShelfAt(node=member.node, address=member.address, port=member.shelf_port, domain=member.domain)
+            for member in gang.members.values()
+            if member.shelf_port
+        ),
+    )
     note = Note(
         kind="planned",
         reason=why,

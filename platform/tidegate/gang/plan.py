@@ -19,6 +19,10 @@ class Member:
     address: str
     port: int
     """Free on that node when it said so."""
+    shelf_port: int = 0
+    """Where it lends its node's copies of checkpoints in memory; 0: it has none."""
+    domain: str | None = None
+    """The node's failure domain: its label `tidegate/domain`."""
     times: Mapping[str, float] = field(default_factory=dict)
     """Where the seconds of its start went: name -> wall clock."""
 
@@ -32,6 +36,16 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ShelfAt:
+    """Where a node's copies of checkpoints in memory are to be had."""
+
+    node: NodeId
+    address: str
+    port: int
+    domain: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """One generation: which GPU holds which rank."""
 
@@ -39,6 +53,7 @@ class Plan:
     master_address: str
     master_port: int
     slots: tuple[Slot, ...]
+    shelves: tuple[ShelfAt, ...] = ()
 
     @property
     def world_size(self) -> int:

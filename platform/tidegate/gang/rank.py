@@ -39,6 +39,8 @@ class RankJob:
     slot: Slot
     environment: Mapping[str, str] | None = None
     """Its agent's, where the forkserver is not the agent's own; None = as forked."""
+    secret: str = ""
+    """With which it asks other nodes' agents for copies of checkpoints in memory."""
 
 
 def end_with_agent() -> None:
@@ -104,6 +106,11 @@ def rank_main(job: RankJob, cells: MutableSequence[float]) -> None:
         # By UUID: NVML and CUDA number GPUs differently.
         CUDA_VISIBLE_DEVICES=job.slot.gpu,
         CUDA_DEVICE_ORDER="PCI_BUS_ID",
+        TIDEGATE_NODE=job.slot.node,
+        TIDEGATE_SHELVES=" ".join(
+            f"{shelf.address}:{shelf.port}" for shelf in job.plan.shelves if shelf.node != job.slot.node
+        ),
+        TIDEGATE_SHELF_SECRET=job.secret,
     )
     if job.slot.rank > 0:  # rank 0 makes it
         await_store(job.plan.master_address, job.plan.master_port, STORE_DEADLINE_S)

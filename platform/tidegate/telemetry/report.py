@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tidegate.arbiter.holdings import Holding
+from tidegate.checkpoint.turns import young_daly_s
 from tidegate.telemetry.goodput import Owner, Span, gpu_seconds, refine
 
 HOUR_S = 3600.0
@@ -80,6 +83,27 @@ def account(total: Mapping[Owner, float], requests: Mapping[str, float]) -> dict
             "gpu_hours_won": round(won, 6),
             "usd_per_gpu_hour_won": round(usd / won, 4) if won > 0 else None,
         },
+    }
+
+
+def save_interval(stalls_s: Sequence[float], commits_s: Sequence[float], faults: int) -> dict[str, float] | None:
+    """How far apart saves to disk are, and how far they should be by Young and Daly, from the median stall and the time
+    between faults. None without a fault or with less than two commits: then nothing is known yet.
+
+    `commits_s`: when each was committed, by the wall clock.
+    """
+    gaps = [later - earlier for earlier, later in itertools.pairwise(sorted(commits_s))]
+    if not gaps or not faults:
+        return None
+    between_s = (max(commits_s) - min(commits_s)) / faults
+    if between_s <= 0:
+        return None
+    save_s = statistics.median(stalls_s)
+    return {
+        "save_s": round(save_s, 6),
+        "between_faults_s": round(between_s, 3),
+        "now_s": round(statistics.median(gaps), 3),
+        "best_s": round(young_daly_s(save_s, between_s), 3),
     }
 
 

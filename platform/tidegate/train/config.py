@@ -142,6 +142,11 @@ class ObjectiveSpec(Model):
 
 class CheckpointSpec(Model):
     every_steps: Positive
+    """How often a checkpoint goes to disk."""
+    ram_every_steps: Positive | None = None
+    """How often one is kept in shared memory, which outlives a rank; null: never. Takes twice the state's size."""
+    when_late: Literal["wait", "skip"] = "wait"
+    """What a save to disk does that is due while the one before is still being written."""
     keep: Positive = 3
     """How many stay on disk; the newest good one always does."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,9 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tidegate.checkpoint.disk import Outcome, Saver
+from tidegate.checkpoint.keeping import Keeping
+from tidegate.checkpoint.layout import Part
 from tidegate.checkpoint.manifest import Manifest
-from tidegate.checkpoint.restore import MODEL, Checkpoint, Found, load, newest_good_for_all
-from tidegate.checkpoint.shards import Part
+from tidegate.checkpoint.restore import MODEL, Restored, restore
+from tidegate.checkpoint.tiers import Candidate, Disk
+from tidegate.checkpoint.turns import due
 from tidegate.data.dataset import Dataset
 from tidegate.data.loader import Batch, Loader
 from tidegate.errors import CheckpointError, DataError, DivergedError
@@ -127,31 +131,43 @@ class Run:
 
     def go(self) -> None:
         self.progress.phase(Phase.RESTORING)
-        found = newest_good_for_all(self.run_dir / "checkpoints", self.world.saving)
-        self._restore(found)
+        in_memory = self.config.checkpoint.ram_every_steps is not None
+        keeping = Keeping(self.config.name, self.run_dir, os.environ, in_memory=in_memory)
+        restored = restore(keeping.tiers(), self._parts(all_copies=True), self.world.saving)
+        self._resume(restored)
+        newest = restored.candidate
         while True:
             self._enter(stage_at(self.stages, self.step))
-            stopped, failure = self._go_through_stage(found)
+            stopped, failure = self._go_through_stage(keeping, newest, restored.rotten("disk"))
             if stopped or self.step >= self.config.steps:
                 break
             self.records.event("stage", step=self.step, name=stage_at(self.stages, self.step).name)
             # Another stage has other losses: what is usual in it is learnt anew.
             self.guarded, self.level = Guarded(rollbacks=self.guarded.rollbacks), level.Level()
+            newest = Candidate(self.step, self.generation)
+        if failure is None:
+            keeping.forget()
         if not stopped:
             self._export()
         if failure is not None:
             raise CheckpointError(f"the last save, of step {self.step}, failed: {failure}")
 
-    def _go_through_stage(self, found: Found) -> tuple[bool, str | None]:
+    def _go_through_stage(
+        self, keeping: Keeping, newest: Candidate | None, rotten: frozenset[str]
+    ) -> tuple[bool, str | None]:
         """Whether the run was stopped in it, and why the stage's last save failed."""
-        saver = Saver(
-            self.run_dir / "checkpoints",
+        spec = self.config.checkpoint
+        saver, problem = keeping.saver(
             self._parts(),
             group=self.world.saving,
             generation=self.generation,
-            keep=self.config.checkpoint.keep,
-            rotten=frozenset(skipped.name for skipped in found.skipped),
+            keep=spec.keep,
+            newest=newest,
+            rotten=rotten,
+            when_late=spec.when_late,
         )
+        if problem is not None:
+            self.records.event("no_memory_tier", reason=problem)
         try:
             stopped = self._train(saver)
             failure = self._last_save(saver)
@@ -187,8 +203,8 @@ class Run:
                     self._roll_back(saver, ruling.reason)
                 if verdict.stop:
                     return self.step < self.config.steps
-                if self.step % self.config.checkpoint.every_steps == 0 and self.saved_step != self.step:
-                    self._save(saver)
+                if self.saved_step != self.step:
+                    self._save_what_is_due(saver)
                 if self.config.sample.every_steps and self.step % self.config.sample.every_steps == 0:
                     self._sample()
                 waits_since_s = time.perf_counter()
@@ -297,18 +313,22 @@ class Run:
             parts += [Part(kind + shard.name, tensor, shard.shape, shard.offsets) for kind, tensor in tensors.items()]
         return parts
 
-    def _restore(self, found: Found) -> None:
-        for skipped in found.skipped:
-            self.records.event("checkpoint_skipped", checkpoint=skipped.name, reason=skipped.why)
-        if found.checkpoint is None:
+    def _resume(self, restored: Restored) -> None:
+        for skipped in restored.skipped:
+            self.records.event("checkpoint_skipped", checkpoint=skipped.name, tier=skipped.tier, reason=skipped.why)
+        if restored.touched:  # a rotten checkpoint has left its traces, and there is no other
+            self._shape(self.stages[0])
+        manifest = restored.manifest
+        if manifest is None:
             return
-        manifest = found.checkpoint.manifest
-        self._load(found.checkpoint)
+        self.updates = manifest.updates
+        self._count_updates()
         self.step = self.saved_step = manifest.step
         self.guarded = Guarded(rollbacks=manifest.rollbacks)
         if stage_at(self.stages, self.step) is stage_at(self.stages, max(0, self.step - 1)):
             self.usual_loss = manifest.usual_loss
-        self.records.event("restored", checkpoint=found.checkpoint.folder.name, step=manifest.step)
+        took = {"seconds": round(restored.seconds, 6), "bytes": restored.bytes}
+        self.records.event("restored", checkpoint=restored.name, step=manifest.step, tier=restored.tier, **took)
         before = stage_at(self.stages, max(0, self.step - 1))  # the one that made it
         dataset = self.datasets[before.number].fingerprint
         now = {"seed": self.config.seed, "global_batch": before.global_batch, "dataset": dataset}
@@ -316,11 +336,6 @@ class Run:
             if getattr(manifest, name) != value:
                 reason = f"{name} was {getattr(manifest, name)}, is {value}: samples may repeat or be left out"
                 self.records.event("resumed_differently", reason=reason)
-
-    def _load(self, checkpoint: Checkpoint) -> None:
-        load(checkpoint, self._parts(all_copies=True))
-        self.updates = checkpoint.manifest.updates
-        self._count_updates()
 
     def _count_updates(self) -> None:
         for shard in self.shards:
@@ -331,15 +346,24 @@ class Run:
         crash must not meet the same samples again, nor get its budget back."""
         self.progress.phase(Phase.RESTORING)
         self._settle(saver.finish())  # one in flight may be the newest
-        found = newest_good_for_all(self.run_dir / "checkpoints", self.world.saving)
-        if found.checkpoint is None:
+        # Not from memory: copies there are so frequent that they may be from within the spike.
+        disk = Disk(self.run_dir / "checkpoints")
+        restored = restore([disk], self._parts(all_copies=True), self.world.saving)
+        if restored.manifest is None:
             raise DivergedError(self.step, f"{reason}, and there is no checkpoint to go back to")
-        self._load(found.checkpoint)
-        name, samples = found.checkpoint.folder.name, self._samples(self.step - 1)
-        self.records.event("rolled_back", step=self.step, checkpoint=name, reason=reason, samples=samples)
+        self.updates = restored.manifest.updates
+        self._count_updates()
+        samples = self._samples(self.step - 1)
+        self.records.event("rolled_back", step=self.step, checkpoint=restored.name, reason=reason, samples=samples)
         self._save(saver)
 
-    def _save(self, saver: Saver) -> None:
+    def _save_what_is_due(self, saver: Saver) -> None:
+        spec = self.config.checkpoint
+        now = due(self.step, every_steps=spec.every_steps, ram_every_steps=spec.ram_every_steps)
+        if now:
+            self._save(saver, to_disk=now.disk)
+
+    def _save(self, saver: Saver, *, to_disk: bool = True) -> None:
         self.progress.phase(Phase.SAVING)
         about = Manifest(
             run=self.config.name,
@@ -353,8 +377,10 @@ class Run:
             dataset=self.data.fingerprint,
             world_size=self.world.size,
         )
-        self._settle(saver.start(about))
-        self.saved_step = self.step
+        outcome = saver.start(about, to_disk=to_disk)
+        self._settle(outcome)
+        if to_disk and not (outcome is not None and outcome.skipped):
+            self.saved_step = self.step
         self.progress.phase(Phase.STEPPING)
 
     def _settle(self, outcome: Outcome | None) -> None:
@@ -365,18 +391,25 @@ class Run:
             self.records.commit(outcome)
             self.progress.committed(outcome.step)
         else:
-            self.records.event("save_failed", step=outcome.step, reason=outcome.error)
+            kind = "save_skipped" if outcome.skipped else "save_failed"
+            self.records.event(kind, step=outcome.step, reason=outcome.error)
 
     def _last_save(self, saver: Saver) -> str | None:
         """Save where the last step isn't saved yet, and wait; why it failed, the same on every rank."""
-        if self.saved_step != self.step:
-            self._save(saver)
-        self.progress.phase(Phase.SAVING)
-        outcome = saver.finish()
-        self._settle(outcome)
-        failure = [outcome.error if outcome is not None else None]
-        dist.broadcast_object_list(failure, src=0, group=self.world.saving)
-        return failure[0]
+        outcome = None
+        for _ in range(2):
+            if self.saved_step != self.step:
+                self._settle(saver.finish())
+                self._save(saver)
+            self.progress.phase(Phase.SAVING)
+            mine = [saver.finish()]
+            self._settle(mine[0])
+            dist.broadcast_object_list(mine, src=0, group=self.world.saving)
+            outcome = mine[0]
+            if outcome is None or not outcome.full:
+                break
+            self.saved_step = -1  # older ones have gone to make room: once more
+        return outcome.error if outcome is not None else None
 
     def _export(self) -> None:
         self.progress.phase(Phase.EXPORTING)

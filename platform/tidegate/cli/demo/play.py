@@ -239,6 +239,7 @@ def _summary(console: Console, report: dict[str, Any], output: Path) -> None:
         ("claim to granted", f"{report['flip']['claim_to_granted_s']:.1f} s"),
         ("claim to first step", f"{report['flip']['claim_to_first_step_s']:.1f} s"),
         ("rank killed to next step", f"{report['rank_kill']['to_next_step_s']:.1f} s"),
+        ("steps done again after it", str(report["rank_kill"]["steps_lost"])),
         ("hot reading to rank gone", f"{report['hot_gpu']['reading_to_rank_gone_s']:.1f} s"),
         ("training's end to all home", f"{report['flip']['return_s']:.1f} s"),
         ("ranks over time", " -> ".join(map(str, training["world_sizes"]))),
