@@ -102,12 +102,18 @@ def test_images_are_cut_to_their_bucket_and_captions_stay_theirs(whole: Path) ->
 
 @pytest.mark.parametrize("killed", [{"parts": 0}, {"parts": 2}, {"shards": 0}, {"shards": 3}])
 def test_killed_and_started_again_is_the_same_and_makes_nothing_twice(
-    photos: Path, whole: Path, tmp_path: Path, killed: dict[str, int]
+    photos: Path, tmp_path: Path, killed: dict[str, int]
 ) -> None:
-    preparation = Preparation(settings(photos, tmp_path / "out", resolution=32))
-    assert run(preparation, **killed) is None
+    """Two tars of three and four parts: one is killed between two parts of a tar."""
+    source = as_tar(photos, tmp_path / "source")
+    alone, out = settings(source, tmp_path / "alone", resolution=32), settings(source, tmp_path / "out", resolution=32)
+    run(Preparation(alone))
+    assert run(Preparation(out), **killed) is None
     assert not (tmp_path / "out" / "index.json").exists()
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*.[ap]ar*") if path.is_file()}
+    before = {
+        path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*") if path.suffix in (".arrow", ".parquet")
+    }
+    assert len(before) == killed.get("parts", 7 + killed.get("shards", 0))
     made: list[str] = []
 
     class Watched(Preparation):
@@ -115,12 +121,13 @@ def test_killed_and_started_again_is_the_same_and_makes_nothing_twice(
             made.append(name)
             super().keep(name, part)
 
-    assert run(Watched(settings(photos, tmp_path / "out", resolution=32))) is not None
+    assert run(Watched(out)) is not None
     assert not {path.name for path in before} & set(made)
+    assert len(made) + len([path for path in before if path.suffix == ".arrow"]) == 7
     kept = [path for path in before if path.exists()]
-    assert {path: path.stat().st_mtime_ns for path in kept} == {path: before[path] for path in kept}
     assert len(kept) == killed.get("shards", 0)
-    assert content(tmp_path / "out") == content(whole)
+    assert {path: path.stat().st_mtime_ns for path in kept} == {path: before[path] for path in kept}
+    assert content(tmp_path / "out") == content(tmp_path / "alone")
 
 
 def test_the_size_of_parts_changes_nothing_but_blocks_of_arrow(photos: Path, whole: Path, tmp_path: Path) -> None:

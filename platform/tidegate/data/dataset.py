@@ -159,7 +159,7 @@ class Dataset:
         if self.latents is None:
             pixels = np.empty((len(ids), *self._shape(size)), np.uint8)
             for places, group, rows in parts:
-                pixels[places] = group.decode(rows, self.channels)
+                group.decode(rows, self.channels, pixels, places)
         else:
             factor = self.latents.factor
             shape = self.latents.channels, size.height // factor, size.width // factor

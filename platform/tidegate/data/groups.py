@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from tidegate.data.order import Ids
 from tidegate.data.pictures import DAMAGED, decoded
 from tidegate.data.states import LATENT, TEXT_STATES, Halves, numbers
 from tidegate.data.storage import Folder
@@ -42,7 +43,6 @@ class Group:
         there = table.column_names
         self._images = _Binaries(table["image"].combine_chunks().field("bytes")) if "image" in there else None
         self._numbers = {column: numbers(table[column]) for column in (LATENT, TEXT_STATES) if column in there}
-        self._shape = tuple(shape)
         self._pixels = np.empty((table.num_rows, *shape), np.uint8) if keep_decoded else None
         self._known = np.zeros(table.num_rows, bool)
 
@@ -51,23 +51,21 @@ class Group:
         values, offsets = self._numbers[column]
         return values[offsets[row] : offsets[row + 1]]
 
-    def decode(self, rows: NDArray[np.int64], channels: int) -> NDArray[np.uint8]:
-        """Images at `rows` of the group.
+    def decode(self, rows: Ids, channels: int, into: NDArray[np.uint8], places: Ids) -> None:
+        """Images at `rows` of the group into `into[places]`.
 
         Raises:
             DataError: one doesn't decode.
         """
         if self._pixels is None:
-            pixels = np.empty((len(rows), *self._shape), np.uint8)
-            for place, row in enumerate(rows.tolist()):
-                self._decode(row, channels, pixels[place])
-            return pixels
+            for place, row in zip(places.tolist(), rows.tolist(), strict=True):
+                self._decode(row, channels, into[place])
+            return
         if not self._known[rows].all():
             for row in rows[~self._known[rows]].tolist():
                 self._decode(row, channels, self._pixels[row])
                 self._known[row] = True
-        taken: NDArray[np.uint8] = self._pixels[rows]
-        return taken
+        into[places] = self._pixels[rows]
 
     def _decode(self, row: int, channels: int, into: NDArray[np.uint8]) -> None:
         assert self._images is not None

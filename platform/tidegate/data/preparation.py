@@ -183,9 +183,8 @@ class Preparation:
         """Gather a shard's rows and write it."""
         taken, places = [], []
         for part, name in enumerate(plan.parts):
+            # In ascending order of the part's rows too, since both are sorted by key: as `take` answers.
             mine = np.flatnonzero(plan.part_of_row == part)
-            # `take` answers in the part's own order.
-            mine = mine[np.argsort(plan.row_in_part[mine])]
             taken.append(parts.take(self._parts, name, plan.row_in_part[mine]))
             places.append(mine)
         order = np.argsort(np.concatenate(places))
