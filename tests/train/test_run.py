@@ -311,8 +311,8 @@ def test_what_the_watcher_is_told(data: Path, tmp_path: Path) -> None:
     assert seen.commits == [3, 6, 9, 12]
     changes = [phase for phase, before in zip(seen.phases, [None, *seen.phases], strict=False) if phase != before]
     stepping = [Phase.STEPPING, Phase.SAVING] * 4
-    assert changes[:3] == [Phase.STARTING, Phase.RENDEZVOUS, Phase.RESTORING]
-    assert changes[3:11] == stepping
+    assert changes[:4] == [Phase.STARTING, Phase.RENDEZVOUS, Phase.RESTORING, Phase.WARMING]
+    assert changes[4:12] == stepping
     assert changes[-2:] == [Phase.EXPORTING, Phase.DONE]
 
 

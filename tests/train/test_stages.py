@@ -14,10 +14,12 @@ from tidegate.checkpoint.restore import Checkpoint, full_model_weights, newest_g
 from tidegate.data.order import order
 from tidegate.data.prepare import prepare
 from tidegate.errors import DataError
+from tidegate.gang.hang import PACE_STEPS, phase_limit_s
+from tidegate.spec.policy import GangSpec
 from tidegate.train.config import RunConfig
 from tidegate.train.export import export_id, load_export
 from tidegate.train.loop import run
-from tidegate.train.progress import NullProgress
+from tidegate.train.progress import NullProgress, Phase
 from tidegate.train.stages import stage_at, stages
 
 FIRST = {"name": "small", "steps": 5, "width": 4, "height": 4, "data": "4"}
@@ -130,6 +132,30 @@ def test_samples_of_a_skipped_step_are_the_stage_s(data: Path, tmp_path: Path) -
         wanted = order(stage.data_seed(config.seed), line["step"] - 1 - stage.begins, stage.global_batch, 25)
         assert line["samples"] == wanted.tolist()
         assert line["step"] != 6
+
+
+class Seen(NullProgress):
+    def __init__(self) -> None:
+        self.now = Phase.STARTING
+        self.warm_steps: list[int] = []
+
+    def phase(self, phase: Phase) -> None:
+        self.now = phase
+
+    def stepped(self, step: int, loss: float) -> None:
+        if self.now is Phase.WARMING:
+            self.warm_steps.append(step)
+
+
+def test_a_stage_s_first_steps_are_not_measured_by_the_one_before(data: Path, tmp_path: Path) -> None:
+    """They compile, and take longer for good: a hang's limit is drawn from the pace, which must be learnt first. Saves
+    in between change nothing."""
+    seen = Seen()
+    plan = ({**FIRST, "steps": 6}, {**SECOND, "steps": 14})
+    run(staged(steps=20, stages=plan, checkpoint={"every_steps": 4, "keep": 9}), data, tmp_path, seen)
+    assert seen.warm_steps == [1, 2, *range(7, 18)]
+    assert PACE_STEPS // 2 < 11
+    assert phase_limit_s(Phase.WARMING, (0.1,), GangSpec(start_deadline_s=77.0)) == 77.0
 
 
 def test_every_stage_s_data_is_there_before_the_first_step(data: Path, tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def test_every_step_has_its_pace_and_now_and_then_memory_and_phases(data: Path, 
     assert [line["step"] for line in told] == [5, 10]
     assert told[1]["memory_bytes"] > 50e6
     first, second = (line["phases_s"] for line in told)
-    assert set(second) == {"starting", "rendezvous", "restoring", "stepping", "saving"}
+    assert set(second) == {"starting", "rendezvous", "restoring", "warming", "stepping", "saving"}
     assert second["stepping"] >= first["stepping"] > 0
 
 

@@ -53,7 +53,7 @@ def phase_limit_s(phase: str, pace: Iterable[float], spec: GangSpec) -> float:
             return spec.sample_deadline_s
         case Phase.EXPORTING:
             return spec.export_deadline_s
-        case _:  # it starts again, or ends
+        case _:  # it starts again, warms up, or ends
             return spec.start_deadline_s
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import islice
-from typing import Any
 
 import numpy as np
 import torch
@@ -32,11 +30,15 @@ def sample_grid(
     for module in network.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # the root keeps what it has gathered until a backward pass, which does not come
-    parts: list[Any] = [None] * world.size
-    dist.gather_object(images[: len(mine)], parts if world.rank == 0 else None, dst=0, group=world.saving)
+    # By the training's own group: a save in flight has the other one, in another thread.
+    part = torch.from_numpy(images).to(world.device)
+    parts = [torch.empty_like(part) for _ in range(world.size)]
+    dist.gather(part, parts if world.rank == 0 else None, dst=0)
     if world.rank != 0:
         return None
-    return tiled(np.concatenate(list(islice(parts, 0, None, world.shape.tensor))))
+    counts = [len(share_range(len(prompts), rank, world.data_size)) for rank in range(world.data_size)]
+    drawn_by = parts[:: world.shape.tensor]  # tensor peers have the same ones
+    return tiled(torch.cat([part[:count] for part, count in zip(drawn_by, counts, strict=True)]).cpu().numpy())
 
 
 def tiled(images: np.ndarray) -> np.ndarray:

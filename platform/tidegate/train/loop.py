@@ -44,6 +44,11 @@ from tidegate.train.shipping import Shipping, check_store, store_tier
 from tidegate.train.stages import Stage, stage_at, stages
 from tidegate.train.telemetry import Meter, Timed, memory_bytes
 
+_FIRST_STEPS = 2
+"""Of a process: after them whoever watches knows one step's time."""
+_FIRST_STEPS_OF_A_STAGE = 11
+"""After them the median of the newest 21 is the new stage's (`gang.hang.PACE_STEPS`)."""
+
 
 def run(config: RunConfig, data_dir: str | Path, run_dir: Path, progress: Progress, *, generation: int = 0) -> None:
     """Train through all stages from the newest good checkpoint in `run_dir`, then write `run_dir/export`.
@@ -112,6 +117,8 @@ class Run:
         """Before this process; None where that is not known, or has been compared."""
         self.saved_step = -1
         """Step of the newest save that was started or restored."""
+        self.warm_at, self.pace_is_new = 0, True
+        """The step from which on steps take what they take; whether none has been made yet."""
         self._shape(self.stages[0])
         self._enter(self.stages[0])
 
@@ -205,7 +212,9 @@ class Run:
     def _train(self, saver: Saver) -> bool:
         """Train to the stage's last step, or to the one at which a rank is told to stop; whether it was that."""
         stage = self.stage
-        self.progress.phase(Phase.STEPPING)
+        self.warm_at = self.step + (_FIRST_STEPS if self.pace_is_new else _FIRST_STEPS_OF_A_STAGE)
+        self.pace_is_new = False
+        self._step_on()
         with Loader(
             self.data,
             seed=stage.data_seed(self.config.seed),
@@ -221,6 +230,8 @@ class Run:
                 verdict, ruling = self._one(batch)
                 self.step += 1
                 self._tell(verdict, step_s=time.perf_counter() - began_s, input_s=began_s - waits_since_s)
+                if self.step == self.warm_at:
+                    self._step_on()
                 self._settle(saver.poll())
                 self.shipping.poll()
                 self.drills.poll()
@@ -302,7 +313,10 @@ class Run:
         picture = sample_grid(self.network, recipe, how.prompts, how.seed, self.world)
         if picture is not None:
             self.records.picture(self.step, picture)
-        self.progress.phase(Phase.STEPPING)
+        self._step_on()
+
+    def _step_on(self) -> None:
+        self.progress.phase(Phase.WARMING if self.step < self.warm_at else Phase.STEPPING)
 
     def _samples(self, step: int) -> list[int]:
         """Ids of the global batch of `step`, counted from 0."""
@@ -408,7 +422,7 @@ class Run:
         self._settle(outcome)
         if to_disk and not (outcome is not None and outcome.skipped):
             self.saved_step = self.step
-        self.progress.phase(Phase.STEPPING)
+        self._step_on()
 
     def _settle(self, outcome: Outcome | None) -> None:
         """Tell how a save ended. A failed one costs nothing but itself: the last good checkpoint still stands."""

@@ -10,6 +10,8 @@ class Phase(StrEnum):
     STARTING = "starting"
     RENDEZVOUS = "rendezvous"
     RESTORING = "restoring"
+    WARMING = "warming"
+    """The first steps of a process or of a stage: kernels are compiled, and nobody knows yet how long a step takes."""
     STEPPING = "stepping"
     SAVING = "saving"
     """Blocked by a save: staging, or waiting for the one before."""
