@@ -102,6 +102,21 @@ def test_a_store_that_nobody_can_use_is_refused_before_the_first_step(
     assert lines(tmp_path / "run", "metrics.jsonl") == []
 
 
+def test_a_run_does_not_begin_anew_beside_what_it_could_not_read(
+    data: Path, proxy: FaultyProxy, tmp_path: Path
+) -> None:
+    """The disk is lost, and the store is throttled for the moment in which the restore asks it."""
+    notes, run_dir = tmp_path / "notes", tmp_path / "run"
+    notes.mkdir()
+    config = tiny_run(checkpoint=stored(proxy, "unread"))
+    proxy.faults.append(Fault(FaultKind.BARE_503, method="GET", path="list-type", times=1))
+    assert group(1, stopped, notes, config, data, run_dir, 0) == [1]
+    (said,) = errors(notes)
+    assert said.startswith("checkpoint.store: s3://checkpoints/unread: what is there could not be restored")
+    assert "throttled (HTTP 503)\nhint: submit again" in said
+    assert lines(run_dir, "metrics.jsonl") == []
+
+
 def test_the_last_checkpoint_that_does_not_arrive_ends_the_run_with_an_error(
     data: Path, proxy: FaultyProxy, tmp_path: Path
 ) -> None:

@@ -207,6 +207,17 @@ class ObjectStore:
                     raise StoreError(f"s3://{self.address.bucket}/{failed['Key']}", Trouble.OTHER, failed["Code"])
 
 
+_HINTS: Mapping[Trouble, str] = {
+    Trouble.THROTTLED: "submit again when it has less to do",
+    Trouble.SERVER: "submit again when it is well",
+    Trouble.NETWORK: "correct the address, or the network's rules",
+    Trouble.MISSING: "create the bucket, or correct the address",
+    Trouble.REFUSED: "the credentials that boto3 finds must allow what docs/object-store.md lists",
+    Trouble.NO_CREDENTIALS: "`aws sts get-caller-identity` on rank 0's node shows what boto3 finds",
+    Trouble.OTHER: "is it the right endpoint, and the right region?",
+}
+
+
 def check(store: ObjectStore, run: str) -> None:
     """Whether `run` could keep its checkpoints there: the place can be listed and written to, and is nobody else's.
 
@@ -218,10 +229,7 @@ def check(store: ObjectStore, run: str) -> None:
         store.probe()
     except StoreError as error:
         field = "checkpoint.store_endpoint" if error.trouble is Trouble.NETWORK else "checkpoint.store"
-        hint = "create the bucket, or correct the address" if error.trouble is Trouble.MISSING else "correct it"
-        if error.trouble in (Trouble.REFUSED, Trouble.NO_CREDENTIALS):
-            hint = "boto3's own chain of credentials must allow ListBucket, GetObject, PutObject and DeleteObject there"
-        raise CheckpointError(f"{field}: {error}\nhint: {hint}") from None
+        raise CheckpointError(f"{field}: {error}\nhint: {_HINTS[error.trouble]}") from None
     for candidate in found:
         try:
             owner = parse_manifest(store.get(candidate, MANIFEST)).run

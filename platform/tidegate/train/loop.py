@@ -157,8 +157,7 @@ class Run:
         )
         restored = restore(keeping.tiers(), self._parts(all_copies=True), self.world.saving)
         self._resume(restored)
-        if restored.manifest is None:
-            check_store(spec, self.config.name, self.world.saving)
+        check_store(spec, self.config.name, restored, self.world.saving)
         with self.shipping, self.drills:
             stopped, failure = self._go_through_stages(keeping, restored)
             if failure is None:

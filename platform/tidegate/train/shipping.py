@@ -13,6 +13,7 @@ from tidegate.checkpoint.errand import Delivered, Errand
 from tidegate.checkpoint.manifest import folder_name
 from tidegate.checkpoint.marks import Mark
 from tidegate.checkpoint.places import marked
+from tidegate.checkpoint.restore import Restored
 from tidegate.checkpoint.store_file import StoreFile, write_store_file
 from tidegate.checkpoint.tiers import Disk, Tier
 from tidegate.errors import CheckpointError
@@ -35,13 +36,14 @@ def store_tier(spec: CheckpointSpec, run: str) -> tuple[Tier, ...]:
     return (ObjectStore(parse_address(spec.store), spec.store_endpoint, run=run, patience=patience),)
 
 
-def check_store(spec: CheckpointSpec, run: str, group: dist.ProcessGroup) -> None:
-    """Before a run's first step: whether its store can take what it will be sent. To be called by all ranks.
+def check_store(spec: CheckpointSpec, run: str, restored: Restored, group: dist.ProcessGroup) -> None:
+    """Before the first step of a run that no checkpoint was found for: whether its store can take what it will be sent,
+    and really has nothing. To be called by all ranks.
 
     Raises:
-        CheckpointError: it cannot, on every rank; names the setting.
+        CheckpointError: it cannot, or may have; on every rank. Names the setting.
     """
-    if spec.store is None:
+    if spec.store is None or restored.manifest is not None:
         return
     problem: list[str | None] = [None]
     if dist.get_rank(group) == 0:
@@ -55,6 +57,13 @@ def check_store(spec: CheckpointSpec, run: str, group: dist.ProcessGroup) -> Non
     dist.broadcast_object_list(problem, group_src=0, group=group)
     if problem[0] is not None:
         raise CheckpointError(problem[0])
+    unread = next((one for one in restored.skipped if one.tier == "s3" and not one.unfinished), None)
+    if unread is not None:
+        # To begin anew beside a good checkpoint would be a run's whole work twice.
+        raise CheckpointError(
+            f"checkpoint.store: {spec.store}: what is there could not be restored, and nothing else is: {unread}\n"
+            "hint: submit again; if `tidegate checkpoint verify` says that it is bad, prune it or give another prefix"
+        )
 
 
 class Shipping:
@@ -128,7 +137,7 @@ class Shipping:
                 for delivered in self._courier.wait(1.0 if wait else 0.0):
                     self._settle(delivered)
                 waited += 1.0
-                answer = [self._end(waited if wait else LAST_WAIT_S)]
+                answer = [self._end(waited) if wait else self.gave_up or ""]
             dist.broadcast_object_list(answer, group_src=0, group=group)
         return answer[0] or None
 
