@@ -15,13 +15,19 @@ from captioned import captioned_images, tiny_run
 from object_stores import BUCKET, CREDENTIALS, s3_server
 from tidegate.checkpoint.files import write_synced
 from tidegate.checkpoint.manifest import MANIFEST, Manifest, folder_name
+from tidegate.checkpoint.marks import Mark
+from tidegate.checkpoint.places import marked
 from tidegate.checkpoint.restore import full_model_weights, newest_good
+from tidegate.checkpoint.tiers import Candidate, Disk
 from tidegate.data.prepare import prepare
 from tidegate.errors import CheckpointError
 from tidegate.testing.faulty_proxy import Fault, FaultKind, FaultyProxy
 from tidegate.train.config import CheckpointSpec, RunConfig
+from tidegate.train.parallel import joined
+from tidegate.train.progress import NullProgress
 from tidegate.train.records import Records
 from tidegate.train.shipping import Shipping
+from waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -165,3 +171,22 @@ def test_failures_in_a_row_are_counted_and_then_the_run_stops(proxy: FaultyProxy
     assert gave_up[-1] is not None
     assert gave_up[-1].startswith(f"4 checkpoints in a row did not reach s3://{BUCKET}/counted: ")
     assert "throttled (HTTP 503)\nhint: they are on disk" in gave_up[-1]
+
+
+def test_a_run_that_is_told_to_leave_waits_for_no_upload(proxy: FaultyProxy, tmp_path: Path) -> None:
+    """Nor does one that failed make an error of it: its checkpoint is marked, and goes with the next start."""
+    spec = CheckpointSpec.model_validate(stored(proxy, "leaving", every_steps=1))
+    hang = Fault(FaultKind.HANG, method="PUT", path="leaving/step-00000001")
+    proxy.faults.append(hang)
+    with joined(30) as world, Records(tmp_path, writes=True, world_size=1, generation=0, log_every_steps=1) as records:
+        with Shipping(spec, "tiny", tmp_path, records, rank=0, generation=0) as shipping:
+            commit(tmp_path, 1)
+            shipping.committed(1)
+            wait_until(lambda: hang.times < 1_000_000, 60, "the upload hangs")
+            assert shipping.last(NullProgress(), world.saving, wait=False) is None
+        assert marked(Disk(tmp_path / "checkpoints"), Mark.SENDING) == [Candidate(1, 0)]
+        proxy.faults.clear()
+        with Shipping(spec, "tiny", tmp_path, records, rank=0, generation=1) as shipping:
+            assert shipping.last(NullProgress(), world.saving, wait=True) is None
+    (uploaded,) = [line for line in lines(tmp_path, "events.jsonl") if line["kind"] == "uploaded"]
+    assert uploaded["checkpoint"] == "step-00000001.g0"
