@@ -7,17 +7,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import pytest
+from lacking import lacking
 
 
 @contextmanager
 def small_disk(place: Path, kib: int) -> Iterator[Path]:
-    """A tmpfs of so many KiB at `place`; where none can be mounted the test is skipped."""
+    """A tmpfs of so many KiB at `place`; see `lacking` where none can be mounted."""
     place.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", str(place)]
     mounted = subprocess.run(command, capture_output=True, text=True)
     if mounted.returncode:
-        pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.strip()}")
+        lacking(f"no tmpfs can be mounted here: {mounted.stderr.strip()}")
     try:
         yield place
     finally:
