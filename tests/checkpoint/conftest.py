@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import pytest
 
-from object_stores import BUCKET, CREDENTIALS, s3_server
+from object_stores import BUCKET
 from tidegate.checkpoint.address import Address
 from tidegate.checkpoint.object_store import ObjectStore, Patience, client
 from tidegate.testing.faulty_proxy import FaultyProxy
-
-
-@pytest.fixture(scope="session")
-def only_proxy() -> Iterator[FaultyProxy]:
-    with s3_server() as url, FaultyProxy(url) as proxy:
-        yield proxy
-
-
-@pytest.fixture
-def proxy(only_proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
-    """Without faults, for a start."""
-    for name, value in CREDENTIALS.items():
-        monkeypatch.setenv(name, value)
-    only_proxy.seen.clear()
-    yield only_proxy
-    only_proxy.faults.clear()
 
 
 @cache

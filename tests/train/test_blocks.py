@@ -11,8 +11,7 @@ from ranks import group, losses, train
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from captioned import captioned_images, tiny_run
-from tidegate.data.prepare import prepare
+from captioned import tiny_run
 from tidegate.errors import ConfigError
 from tidegate.train.config import Recompute, RunConfig
 from tidegate.train.float8 import Product, check, to_float8
@@ -22,13 +21,6 @@ from tidegate.train.progress import NullProgress
 from tidegate.train.recompute import compute_again
 
 CONFIG = tiny_run()
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("set")
-    prepare(captioned_images(root / "images", 25), root / "data", seed=0, rows_per_shard=10)
-    return root / "data"
 
 
 @pytest.fixture(scope="module")

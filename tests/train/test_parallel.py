@@ -9,9 +9,8 @@ import torch
 from ranks import group, lines, losses, train
 from torch.distributed.fsdp import FSDPModule
 
-from captioned import captioned_images, tiny_run
+from captioned import tiny_run
 from tidegate.checkpoint.restore import full_model_weights, newest_good
-from tidegate.data.prepare import prepare
 from tidegate.train.config import RunConfig
 from tidegate.train.export import load_export
 from tidegate.train.loop import run
@@ -27,13 +26,6 @@ WIDE = {**LAYERWISE, "attention_head_dim": 8, "intermediate_size": 36}  # 36 ove
 
 def tiny(**changes: object) -> RunConfig:
     return tiny_run(steps=6, model=WIDE, checkpoint={"every_steps": 3, "keep": 9}, **changes)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("set")
-    prepare(captioned_images(root / "images", 25), root / "data", seed=0, rows_per_shard=10)
-    return root / "data"
 
 
 @pytest.fixture(scope="module")

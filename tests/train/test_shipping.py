@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 from ranks import group, lines, train
 
-from captioned import captioned_images, tiny_run
-from object_stores import BUCKET, CREDENTIALS, s3_server
+from captioned import tiny_run
+from object_stores import BUCKET, CREDENTIALS
 from tidegate.checkpoint.files import write_synced
 from tidegate.checkpoint.manifest import MANIFEST, Manifest, folder_name
 from tidegate.checkpoint.marks import Mark
 from tidegate.checkpoint.places import marked
 from tidegate.checkpoint.restore import full_model_weights, newest_good
 from tidegate.checkpoint.tiers import Candidate, Disk
-from tidegate.data.prepare import prepare
 from tidegate.errors import CheckpointError
 from tidegate.testing.faulty_proxy import Fault, FaultKind, FaultyProxy
 from tidegate.train.config import CheckpointSpec, RunConfig
@@ -28,27 +25,6 @@ from tidegate.train.progress import NullProgress
 from tidegate.train.records import Records
 from tidegate.train.shipping import Shipping
 from waiting import wait_until
-
-
-@pytest.fixture(scope="module")
-def only_proxy() -> Iterator[FaultyProxy]:
-    with s3_server() as url, FaultyProxy(url) as proxy:
-        yield proxy
-
-
-@pytest.fixture
-def proxy(only_proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
-    for name, value in CREDENTIALS.items():
-        monkeypatch.setenv(name, value)
-    yield only_proxy
-    only_proxy.faults.clear()
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("set")
-    prepare(captioned_images(root / "images", 25), root / "data", seed=0, rows_per_shard=10)
-    return root / "data"
 
 
 def stored(proxy: FaultyProxy, prefix: str, **changes: Any) -> dict[str, Any]:

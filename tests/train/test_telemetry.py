@@ -16,11 +16,10 @@ from tensorboardX.proto.event_pb2 import Event
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from captioned import captioned_images, tiny_run
+from captioned import tiny_run
 from tidegate.checkpoint.manifest import MANIFEST
 from tidegate.checkpoint.marks import Mark
 from tidegate.checkpoint.retention import Seen, doomed
-from tidegate.data.prepare import prepare
 from tidegate.train.board import Board
 from tidegate.train.config import GuardSpec, ImageSpec, RunConfig, TextSpec
 from tidegate.train.flops import forward_flops, pace, peak_tflops_of, training_flops
@@ -33,13 +32,6 @@ from tidegate.train.progress import NullProgress
 
 CONFIG = tiny_run()
 SPEC = GuardSpec()
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("set")
-    prepare(captioned_images(root / "images", 25), root / "data", seed=0, rows_per_shard=10)
-    return root / "data"
 
 
 # FLOPs
