@@ -36,13 +36,6 @@ CONFIG = tiny_run()
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("set")
-    prepare(captioned_images(root / "images", 25), root / "data", seed=0, rows_per_shard=10)
-    return root / "data"
-
-
-@pytest.fixture(scope="module")
 def unbroken(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two ranks that nothing happened to."""
     run_dir = tmp_path_factory.mktemp("unbroken")
@@ -251,7 +244,7 @@ class Forgetful(Run):
 
     def _resume(self, restored: Restored) -> None:
         super()._resume(restored)
-        for shard in self.shards:
+        for shard in self.learner.shards:
             shard.local.mul_(3.0)
 
 

@@ -35,9 +35,9 @@ from tidegate.checkpoint.tiers import Candidate, Source
 from tidegate.errors import CheckpointError, UnfinishedError
 from tidegate.train.config import RunConfig
 from tidegate.train.drilled import Drilled, write_drill
+from tidegate.train.learner import MOMENTS
 from tidegate.train.model import positions, seeded, velocity
 
-MOMENTS = ("exp_avg.", "exp_avg_sq.")
 _TRIES = 3
 
 

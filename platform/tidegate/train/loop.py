@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,9 +13,8 @@ from torch import Tensor
 
 from tidegate.checkpoint.disk import Outcome, Saver
 from tidegate.checkpoint.keeping import Keeping
-from tidegate.checkpoint.layout import Part
 from tidegate.checkpoint.manifest import Manifest
-from tidegate.checkpoint.restore import MODEL, Restored, restore
+from tidegate.checkpoint.restore import Restored, restore
 from tidegate.checkpoint.tiers import Candidate, Disk
 from tidegate.checkpoint.turns import due
 from tidegate.data.dataset import Dataset
@@ -31,10 +28,10 @@ from tidegate.train.export import write_export
 from tidegate.train.grids import sample_grid
 from tidegate.train.guard import Do, Guarded, Ruling, judge
 from tidegate.train.inputs import dataset_of
+from tidegate.train.learner import Learner
 from tidegate.train.learning import Lesson, Verdict, agreed
-from tidegate.train.network import grown
-from tidegate.train.optim import adamw, learning_rate
-from tidegate.train.parallel import World, joined, shards_of, whole_weights
+from tidegate.train.optim import learning_rate
+from tidegate.train.parallel import World, joined, whole_weights
 from tidegate.train.pieces import how_many, pieces
 from tidegate.train.pinning import warn_and_pin
 from tidegate.train.progress import Phase, Progress
@@ -106,8 +103,8 @@ class Run:
         self.progress = progress if isinstance(progress, Timed) else Timed(progress)
         self.run_dir, self.generation = run_dir, generation
         self.stages = stages(config)
-        self.step = self.updates = 0
-        """Steps done, and those of them that changed the weights."""
+        self.step = 0
+        """Steps done."""
         self.guarded, self.level = Guarded(), level.Level()
         self.shipping = Shipping(
             config.checkpoint, config.name, run_dir, records, rank=world.rank, generation=generation
@@ -119,28 +116,12 @@ class Run:
         """Step of the newest save that was started or restored."""
         self.warm_at, self.pace_is_new = 0, True
         """The step from which on steps take what they take; whether none has been made yet."""
-        self._shape(self.stages[0])
+        self.learner = Learner(config, self.stages[0], world)
         self._enter(self.stages[0])
 
-    def _shape(self, stage: Stage) -> None:
-        """Fresh weights and moments, made for `stage`."""
-        self.network = grown(self.config, stage, self.world)
-        self.shards = shards_of(self.network, self.world)
-        self.parameters = list(self.network.parameters())
-        """Of the whole network: also those of which this rank holds nothing."""
-        self.optimizer = adamw(self.shards, self.config.optimizer)
-        self.shaped_for = _shape_of(stage)
-
     def _enter(self, stage: Stage) -> None:
-        """What holds in `stage`, with the weights and moments that there are."""
-        if _shape_of(stage) != self.shaped_for:
-            carried = [part.local.cpu() for part in self._parts(all_copies=True)]
-            del self.network, self.shards, self.parameters, self.optimizer
-            gc.collect()  # a split network is full of cycles, and there is no room for two
-            self._shape(stage)
-            for part, tensor in zip(self._parts(all_copies=True), carried, strict=True):
-                part.local.copy_(tensor)
-            self._count_updates()
+        """What holds in `stage`."""
+        self.learner.enter(stage)
         self.stage, self.data = stage, self.datasets[stage.number]
         self.lesson = Lesson(self.config, stage, self.data, self.world.device)
         self.meter = Meter(self.config, stage, self.world)
@@ -155,7 +136,7 @@ class Run:
             in_memory=spec.ram_every_steps is not None,
             farther=store_tier(spec, self.config.name),
         )
-        restored = restore(keeping.tiers(), self._parts(all_copies=True), self.world.saving)
+        restored = restore(keeping.tiers(), self.learner.parts(all_copies=True), self.world.saving)
         self._resume(restored)
         check_store(spec, self.config.name, restored, self.world.saving)
         with self.shipping, self.drills:
@@ -189,7 +170,7 @@ class Run:
         """Whether the run was stopped in it, and why the stage's last save failed."""
         spec = self.config.checkpoint
         saver, problem = keeping.saver(
-            self._parts(),
+            self.learner.parts(),
             group=self.world.saving,
             generation=self.generation,
             keep=spec.keep,
@@ -255,24 +236,23 @@ class Run:
         total: Tensor | None = None
         for number, (piece, counts) in enumerate(pieces(batch, count), 1):
             if self.world.shape.replicate > 1:
-                self.network.set_requires_all_reduce(number == count)  # replicas meet once a step
+                self.learner.network.set_requires_all_reduce(number == count)  # replicas meet once a step
             loss = self._loss(piece)
             if not counts:
                 loss = loss * 0
             torch.autograd.backward(loss * scale)
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None
-        gradients = [shard.gradient for shard in self.shards]
+        gradients = self.learner.gradients()
         batch_size, stop = self.stage.global_batch, self.progress.stop_requested() or self.shipping.gave_up is not None
-        verdict = agreed(self.world, self.shards, gradients, total, global_batch=batch_size, stop=stop)
+        verdict = agreed(self.world, self.learner.shards, gradients, total, global_batch=batch_size, stop=stop)
         self.guarded, ruling = judge(self.guarded, self.config.guard, verdict.loss, finite=verdict.finite)
         if ruling.do is Do.GO:
-            self._update(gradients, verdict.grad_norm)
+            self.learner.update(gradients, verdict.grad_norm, self._rate(self.step))
         if not verdict.finite:
             samples = self._samples(self.step)
             self.records.skipped_step(self.step + 1, verdict.loss, verdict.grad_norm, verdict.bad_ranks, samples)
-        for parameter in self.parameters:
-            parameter.grad = None
+        self.learner.forget_gradients()
         return verdict, ruling
 
     def _tell(self, verdict: Verdict, *, step_s: float, input_s: float) -> None:
@@ -309,7 +289,7 @@ class Run:
         self.progress.phase(Phase.SAMPLING)
         how = self.config.sample
         recipe = Recipe.of(self.config).model_copy(update={"image": self.stage.image})
-        picture = sample_grid(self.network, recipe, how.prompts, how.seed, self.world)
+        picture = sample_grid(self.learner.network, recipe, how.prompts, how.seed, self.world)
         if picture is not None:
             self.records.picture(self.step, picture)
         self._step_on()
@@ -324,62 +304,35 @@ class Run:
 
     def _loss(self, batch: Batch) -> Tensor:
         """Sum of the losses of these samples."""
-        return self.lesson.loss(self.network, batch)
-
-    def _update(self, gradients: list[Tensor], grad_norm: float) -> None:
-        clip = self.config.optimizer.clip_norm
-        if gradients and grad_norm > clip:
-            torch._foreach_mul_(gradients, clip / grad_norm)
-        for shard, gradient in zip(self.shards, gradients, strict=True):
-            shard.local.grad = gradient
-        for group in self.optimizer.param_groups:
-            group["lr"] = self._rate(self.step)
-        self.optimizer.step()
-        self.updates += 1
+        return self.lesson.loss(self.learner.network, batch)
 
     def _rate(self, step: int) -> float:
         return learning_rate(step, self.config.steps, self.config.optimizer)
 
     # Checkpoints
 
-    def _parts(self, *, all_copies: bool = False) -> list[Part]:
-        """What this rank saves: where several hold the same, one of them does. With `all_copies`: all that it holds."""
-        parts = []
-        for shard in self.shards:
-            if not (shard.saves or all_copies):
-                continue
-            moments = self.optimizer.state[shard.local]
-            tensors = {MODEL: shard.local, "exp_avg.": moments["exp_avg"], "exp_avg_sq.": moments["exp_avg_sq"]}
-            parts += [Part(kind + shard.name, tensor, shard.shape, shard.offsets) for kind, tensor in tensors.items()]
-        return parts
-
     def _resume(self, restored: Restored) -> None:
         for skipped in restored.skipped:
             self.records.event("checkpoint_skipped", checkpoint=skipped.name, tier=skipped.tier, reason=skipped.why)
         if restored.touched:  # a rotten checkpoint has left its traces, and there is no other
-            self._shape(self.stages[0])
+            self.learner.begin_anew(self.stages[0])
         manifest = restored.manifest
         if manifest is None:
             return
-        self.updates = manifest.updates
-        self._count_updates()
+        self.learner.count(manifest.updates)
         self.step = self.saved_step = manifest.step
         self.guarded = Guarded(rollbacks=manifest.rollbacks)
-        if stage_at(self.stages, self.step) is stage_at(self.stages, max(0, self.step - 1)):
+        before = stage_at(self.stages, max(0, self.step - 1))  # the one that made it
+        if stage_at(self.stages, self.step) is before:
             self.usual_loss = manifest.usual_loss
         took = {"seconds": round(restored.seconds, 6), "bytes": restored.bytes}
         self.records.event("restored", checkpoint=restored.name, step=manifest.step, tier=restored.tier, **took)
-        before = stage_at(self.stages, max(0, self.step - 1))  # the one that made it
         dataset = self.datasets[before.number].fingerprint
         now = {"seed": self.config.seed, "global_batch": before.global_batch, "dataset": dataset}
         for name, value in now.items():
             if getattr(manifest, name) != value:
                 reason = f"{name} was {getattr(manifest, name)}, is {value}: samples may repeat or be left out"
                 self.records.event("resumed_differently", reason=reason)
-
-    def _count_updates(self) -> None:
-        for shard in self.shards:
-            self.optimizer.state[shard.local]["step"].fill_(self.updates)
 
     def _roll_back(self, saver: Saver, reason: str) -> None:
         """The newest checkpoint's weights go on from here, so the samples since then are behind them. Saved at once: a
@@ -388,11 +341,10 @@ class Run:
         self._settle(saver.finish())  # one in flight may be the newest
         # Not from memory: copies there are so frequent that they may be from within the spike.
         disk = Disk(self.run_dir / "checkpoints")
-        restored = restore([disk], self._parts(all_copies=True), self.world.saving)
+        restored = restore([disk], self.learner.parts(all_copies=True), self.world.saving)
         if restored.manifest is None:
             raise DivergedError(self.step, f"{reason}, and there is no checkpoint to go back to")
-        self.updates = restored.manifest.updates
-        self._count_updates()
+        self.learner.count(restored.manifest.updates)
         samples = self._samples(self.step - 1)
         self.records.event("rolled_back", step=self.step, checkpoint=restored.name, reason=reason, samples=samples)
         self._save(saver)
@@ -409,7 +361,7 @@ class Run:
             run=self.config.name,
             generation=self.generation,
             step=self.step,
-            updates=self.updates,
+            updates=self.learner.updates,
             rollbacks=self.guarded.rollbacks,
             usual_loss=self.guarded.usual_loss,
             seed=self.config.seed,
@@ -455,15 +407,10 @@ class Run:
 
     def _export(self) -> None:
         self.progress.phase(Phase.EXPORTING)
-        weights = whole_weights(self.network, keep=self.world.rank == 0)
+        weights = whole_weights(self.learner.network, keep=self.world.rank == 0)
         if self.world.rank == 0:
             recipe = Recipe.of(self.config)
             folder = self.run_dir / "export"
             write_export(folder, self.config.model, weights, recipe, run=self.config.name, step=self.step)
             self.records.event("exported", step=self.step, folder=str(folder))
         dist.barrier()
-
-
-def _shape_of(stage: Stage) -> tuple[Any, ...]:
-    """What a network must be made anew for."""
-    return stage.precision, stage.float8, stage.activation_checkpointing
