@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tidegate.checkpoint.manifest import MANIFEST, parse_name
-from tidegate.checkpoint.marks import Mark, set_mark
+from tidegate.checkpoint.manifest import MANIFEST
+from tidegate.checkpoint.marks import Mark
+from tidegate.checkpoint.places import DiskPlace
+from tidegate.errors import CheckpointError
 from tidegate.train.level import Shift
 from tidegate.train.records import Records
 
@@ -22,13 +24,12 @@ def warn_and_pin(checkpoints: Path, step: int, shift: Shift, records: Records) -
 
 def pin(checkpoints: Path, step: int, reason: str) -> str | None:
     """Pin the newest committed checkpoint of at most `step`; its name, None where there is none or it can't be."""
-    names = [path.name for path in checkpoints.iterdir()] if checkpoints.is_dir() else []
-    found = [(parsed, name) for name in names if (parsed := parse_name(name)) is not None and parsed[0] <= step]
-    for _, name in sorted(found, reverse=True):
-        if (checkpoints / name / MANIFEST).exists():
-            try:
-                set_mark(checkpoints / name, Mark.PINNED, reason)
-            except OSError:
-                return None
-            return name
+    disk = DiskPlace(checkpoints)
+    try:
+        for candidate in sorted(disk.candidates(), reverse=True):
+            if candidate.step <= step and (checkpoints / candidate.name / MANIFEST).exists():
+                disk.mark(candidate, Mark.PINNED, reason)
+                return candidate.name
+    except CheckpointError:
+        return None
     return None

@@ -27,8 +27,7 @@ class Cancelled(TidegateError):
         return f"sampling cancelled after {self.steps_done} of {self.steps} steps"
 
 
-@torch.inference_mode()
-def sample(
+def drawn(
     model: nn.Module,
     recipe: Recipe,
     prompts: Sequence[str],
@@ -43,24 +42,12 @@ def sample(
     Image i starts from its own generator, seeded by `seeds[i]` (as Krea 2's own code does), so it is the same image
     alone or in a batch. `on_step(done, steps)` is called after each step; `cancelled()` is asked before each.
 
+    Gradients are the caller's affair: a network that is split over ranks bears no inference mode.
+
     Raises:
         Cancelled: when `cancelled()` said so.
         ValueError: prompts and seeds differ in number, or there are none.
     """
-    return drawn(model, recipe, prompts, seeds, steps=steps, on_step=on_step, cancelled=cancelled)
-
-
-def drawn(
-    model: nn.Module,
-    recipe: Recipe,
-    prompts: Sequence[str],
-    seeds: Sequence[int],
-    *,
-    steps: int | None = None,
-    on_step: Callable[[int, int], None] | None = None,
-    cancelled: Callable[[], bool] | None = None,
-) -> np.ndarray:
-    """As `sample`, under whatever the caller has set up: a network that is split over ranks bears no inference mode."""
     if len(prompts) != len(seeds) or not prompts:
         raise ValueError(f"needs one seed for each prompt and at least one, got {len(prompts)} and {len(seeds)}")
     steps = recipe.steps if steps is None else steps
@@ -82,6 +69,10 @@ def drawn(
         if on_step is not None:
             on_step(done + 1, steps)
     return _to_bytes(to_pixels(tokens, recipe.image))
+
+
+sample = torch.inference_mode()(drawn)
+"""As `drawn`, for a network that one process holds."""
 
 
 def grid(steps: int, shift: float) -> list[float]:
