@@ -65,7 +65,7 @@ class ShelfServer:
             threading.Thread(target=self._serve, args=(connection,), name="shelf-of-one", daemon=True).start()
 
     def _serve(self, connection: Connection) -> None:
-        give_way()
+        _lower_this_thread()
         with connection:
             try:
                 # Here and not in `accept`, where one who says nothing would keep all others waiting.
@@ -211,7 +211,7 @@ class Buddy:
         self._ended.set()
 
     def _run(self) -> None:
-        give_way()
+        _lower_this_thread()
         seen = 0
         while not self._ended.wait(LOOK_EVERY_S):
             to = self._to
@@ -296,7 +296,7 @@ def await_answer(connection: Connection) -> None:
         raise OSError(f"no answer within {ANSWER_DEADLINE_S:g} s")
 
 
-def give_way() -> None:
+def _lower_this_thread() -> None:
     """Linux has priorities of threads."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)

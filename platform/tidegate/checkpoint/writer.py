@@ -166,7 +166,9 @@ class _File:
 
 def _serve() -> None:
     os.nice(_NICE)
-    ctypes.CDLL(None, use_errno=True).syscall(_IOPRIO_SET[os.uname().machine], _WHO_PROCESS, 0, _BEST_EFFORT_LAST)
+    number = _IOPRIO_SET.get(os.uname().machine)
+    if number is not None:
+        ctypes.CDLL(None).syscall(number, _WHO_PROCESS, 0, _BEST_EFFORT_LAST)
     lines: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(lines,), daemon=True).start()
     memories = _Memories()
