@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from benchmarks.contenders.raw_files import read_direct
-from benchmarks.contenders.saves import LAYERS, WIDTH, about, memcpy_seconds
+from benchmarks.contenders.saves import LAYERS, WIDTH, about, memcpy_seconds, only_rank
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
@@ -31,7 +31,6 @@ from tidegate.checkpoint.memory import LocalShelf, Memory
 from tidegate.checkpoint.restore import restore
 from tidegate.checkpoint.ring import shared_ring
 from tidegate.checkpoint.tiers import Disk, Tier
-from tidegate.ports import free_port
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +119,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True)
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    dist.init_process_group("gloo")
-    arguments.folder.mkdir(parents=True, exist_ok=True)
-    took = measure(arguments.folder)
-    dist.destroy_process_group()
+    with only_rank(arguments.folder):
+        took = measure(arguments.folder)
     print(json.dumps({name: getattr(took, name) for name in Took.__slots__}), flush=True)
 
 

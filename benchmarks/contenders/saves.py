@@ -9,12 +9,13 @@ and one thread of arithmetic on two cores: as beside a GPU, there is a core for 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -326,17 +327,24 @@ def measure(name: str, folder: Path, loop: Loop, saves: int = SAVES) -> Took:
     )
 
 
+@contextlib.contextmanager
+def only_rank(folder: Path) -> Iterator[None]:
+    """A process group of one, and the folder that it works in."""
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    dist.init_process_group("gloo")
+    folder.mkdir(parents=True, exist_ok=True)
+    yield
+    dist.destroy_process_group()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--contender", choices=sorted(CONTENDERS), required=True)
     parser.add_argument("--folder", type=Path, required=True)
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    dist.init_process_group("gloo")
-    arguments.folder.mkdir(parents=True, exist_ok=True)
-    took = measure(arguments.contender, arguments.folder, Loop())
-    dist.destroy_process_group()
+    with only_rank(arguments.folder):
+        took = measure(arguments.contender, arguments.folder, Loop())
     print(json.dumps({name: getattr(took, name) for name in Took.__slots__}), flush=True)
 
 
