@@ -202,6 +202,12 @@ def test_a_dead_rank_means_a_new_generation_on_the_same_gpus(running: Life) -> N
     assert phase_of(running.gang) is GangPhase.RESTARTING
 
 
+def test_of_those_that_ended_together_the_killed_one_is_the_cause(running: Life) -> None:
+    """Its peers on the node lose their connection to it, and may have ended too by the time of the node's beat."""
+    running.beat(8, first=1, committed=5, r2={"exit_code": 1}, r3={"exit_code": -9})
+    assert "rank 3 on b1 was killed by signal 9" in running.last("planned").reason
+
+
 def test_steps_lost_and_time_to_the_next_step_are_written_down(running: Life) -> None:
     running.beat(8, first=1, committed=5, r2={"exit_code": -9})
     fault_at_s = running.now_s

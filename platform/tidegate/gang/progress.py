@@ -30,8 +30,9 @@ def beaten(gang: Gang, event: Beaten, spec: GangSpec, now_s: float) -> Outcome:
     gang, notes = _progressed(gang, plan, now_s)
     dead = [beat for beat in event.ranks if beat.exit_code not in (None, 0)]
     if dead:
-        slot = plan.slots[dead[0].rank]
-        why = f"rank {dead[0].rank} on {slot.gpu} {_how(dead[0].exit_code)}"
+        # One that was killed is the cause; those that ended by themselves may have lost their connection to it.
+        first = next((beat for beat in dead if _was_killed(beat)), dead[0])
+        why = f"rank {first.rank} on {plan.slots[first.rank].gpu} {_how(first.exit_code)}"
         anew, more = again(gang, why, spec, now_s)
         return anew, (*notes, *more)
     if len(gang.beats) == plan.world_size and all(beat.exit_code == 0 for beat in gang.beats.values()):
@@ -46,7 +47,7 @@ def beaten(gang: Gang, event: Beaten, spec: GangSpec, now_s: float) -> Outcome:
 
 def _died(event: Beaten) -> tuple[Note, ...]:
     """A killed rank's peers fail too, and may be heard of first: the cause comes late, but it is written down."""
-    killed = [beat for beat in event.ranks if beat.exit_code is not None and beat.exit_code < 0]
+    killed = [beat for beat in event.ranks if _was_killed(beat)]
     return tuple(
         Note(
             kind="rank_died",
@@ -138,6 +139,10 @@ def _changed(gang: Gang, now_s: float) -> Outcome:
     if gang.committed_step < 0 or gang.committed_at_s != now_s:
         return gang, ()
     return plan_next(replace(gang, fault_at_s=now_s), "the grant lists other GPUs", now_s)
+
+
+def _was_killed(beat: RankBeat) -> bool:
+    return beat.exit_code is not None and beat.exit_code < 0
 
 
 def _how(exit_code: int | None) -> str:
