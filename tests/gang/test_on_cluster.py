@@ -241,7 +241,8 @@ def test_the_coordinator_comes_back_and_no_rank_has_noticed(run: Run) -> None:
     wait_until(lambda: run.notes("reattached"), 60, "the coordinator is back")
     wait_until(lambda: run.try_status() is not None and run.status().step > before.step + 20, 60, "it hears of steps")
     assert run.status().generation == before.generation
-    assert run.pids() == pids
+    # What the arbiter knows lags behind: the first report after a restart is of the node that was heard of first.
+    wait_until(lambda: run.pids() == pids, 10, "the same ranks in the gang's report")
     assert run.notes("group_restarted") == []
 
 
