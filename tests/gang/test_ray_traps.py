@@ -255,6 +255,8 @@ def test_a_killed_controller_ends_neither_the_run_nor_its_group(run: Run, room: 
 def test_a_torn_registry_of_ray_train_keeps_no_run_from_starting(run: Run) -> None:
     """Trap 5: `checkpoint_manager_snapshot.json` is overwritten in place; torn, it makes the experiment unstartable.
     Remedy: each controller has a folder of its own, and nothing is ever read back from another's."""
+    # Ray Train makes it some time after the first step: its import comes after the workers' start.
+    wait_until(lambda: any((run.run_dir / "ray_train").glob("*/")), 60, "Ray Train has a folder for its controller")
     folders = [path for path in (run.run_dir / "ray_train").iterdir() if path.is_dir()]
     assert folders
     for folder in folders:
