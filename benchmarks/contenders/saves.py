@@ -111,7 +111,8 @@ class Ours:
     def start(self, number: int) -> None:
         self._saver.start(about(number))
 
-    def before_update(self) -> None: ...
+    def before_update(self) -> None:
+        self._saver.wait_copied()
 
     def is_done(self) -> bool:
         return not self._saver.in_flight

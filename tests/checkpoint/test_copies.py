@@ -45,7 +45,8 @@ def saver_of(shared: Path, disk: Path, group: dist.ProcessGroup, parts: list[Par
     return Saver(disk, parts, group=group, generation=generation, keep=2, ring=ring, **other)  # type: ignore[arg-type]
 
 
-def set_to(parts: list[Part], step: int) -> None:
+def set_to(saver: Saver, parts: list[Part], step: int) -> None:
+    saver.wait_copied()
     for part, at in zip(parts, parts_of(tensors(step), 0, 1), strict=True):
         part.local.copy_(at.local)
 
@@ -68,7 +69,7 @@ def test_the_newest_copy_is_restored_before_the_disk(shared: Path, tmp_path: Pat
     parts = parts_of(tensors(), 0, 1)
     saver = saver_of(shared, tmp_path, group, parts)
     for step in range(1, 8):
-        set_to(parts, step)
+        set_to(saver, parts, step)
         saver.start(about(step), to_disk=step % 3 == 0)
     saver.finish()
     saver.close()
@@ -82,7 +83,7 @@ def test_a_copy_that_is_cut_short_leaves_the_one_before(shared: Path, tmp_path: 
     parts = parts_of(tensors(), 0, 1)
     saver = saver_of(shared, tmp_path, group, parts)
     for step in (1, 2):
-        set_to(parts, step)
+        set_to(saver, parts, step)
         saver.start(about(step), to_disk=False)
     saver.close()
     ring = shared_ring(SlotFolder(shared), parts, rank=0, local_rank=0, newest=Candidate(2, 0))
@@ -107,7 +108,7 @@ def test_a_flipped_bit_in_memory_is_found_and_the_next_best_is_taken(
     parts = parts_of(tensors(), 0, 1)
     saver = saver_of(shared, tmp_path, group, parts)
     for step in (1, 2):
-        set_to(parts, step)
+        set_to(saver, parts, step)
         saver.start(about(step), to_disk=step == 1)
     saver.close()
     for path, sealed in SlotFolder(shared).sealed().items():
@@ -142,19 +143,19 @@ def test_a_save_that_is_due_while_the_one_before_is_late(
     """The writer is held up: the copies in memory go on, the one that is being written stays as it was."""
     parts = parts_of(tensors(), 0, 1)
     saver = saver_of(shared, tmp_path, group, parts, when_late=when_late)
-    set_to(parts, 1)
+    set_to(saver, parts, 1)
     saver.start(about(1))
     saver.finish()
     assert saver.writer_pid is not None
     os.kill(saver.writer_pid, signal.SIGSTOP)
-    set_to(parts, 2)
+    set_to(saver, parts, 2)
     saver.start(about(2))
     for step in (3, 4, 5):
-        set_to(parts, step)
+        set_to(saver, parts, step)
         assert saver.start(about(step), to_disk=False) is None
     wait_until(lambda: newest(shared) == 5, 10, "the copy of step 5")
     assert restored(shared, tmp_path, group).name == "step-00000005.g0"
-    set_to(parts, 6)
+    set_to(saver, parts, 6)
     if when_late == "skip":
         late = saver.start(about(6))
         assert late is not None

@@ -70,7 +70,7 @@ def saves(shared: Path, disk: Path, kill_at: int, told: Any) -> None:
 
 def _profile_threads(saver: Saver, kill: KillAt) -> None:
     """Python 3.11 sets a profile function only from within a thread."""
-    for threads in (saver._sealer, saver._thread):
+    for threads in (saver._copier, saver._thread):
         threads.submit(sys.setprofile, kill).result()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from small_disk import fill_up, small_disk
 from tidegate.checkpoint.disk import Outcome, Saver
 from tidegate.checkpoint.layout import Part
 from tidegate.checkpoint.restore import load, newest_good
+from tidegate.checkpoint.ring import Ring
+from tidegate.checkpoint.slots import Slot
 from tidegate.train.parallel import joined
 
 
@@ -58,14 +61,57 @@ def test_saves_are_committed_and_the_old_ones_leave(tmp_path: Path, group: dist.
 
 
 def test_training_goes_on_while_a_save_flies(tmp_path: Path, group: dist.ProcessGroup) -> None:
-    """C061, through the saver: the weights change at once, the file holds what they were."""
+    """C061, through the saver: the weights change once they are copied, the file holds what they were."""
     parts = parts_of(tensors(), 0, 1)
     saver = saver_of(tmp_path, group, parts)
     saver.start(about(20))
+    saver.wait_copied()
+    assert not saver.copying
     for part in parts:
         part.local.add_(1)
     assert saver.finish() is not None
     saver.close()
+    found = newest_good(tmp_path).checkpoint
+    assert found is not None
+    read = parts_of({name: torch.zeros_like(tensor) for name, tensor in tensors().items()}, 0, 1)
+    load(found, read)
+    assert all(torch.equal(part.local, tensors()[part.name]) for part in read)
+
+
+class Gated(Slot):
+    """Copies when it may."""
+
+    def __init__(self, parts: list[Part]) -> None:
+        super().__init__(parts, rank=0)
+        self.gate = threading.Event()
+
+    def fill(self) -> None:
+        assert self.gate.wait(30)
+        super().fill()
+
+
+def test_a_step_computes_while_a_copy_is_made_and_its_update_waits(tmp_path: Path, group: dist.ProcessGroup) -> None:
+    parts = parts_of(tensors(), 0, 1)
+    slot = Gated(parts)
+    ring = Ring(lambda _: slot)
+    saver = Saver(tmp_path, parts, group=group, generation=0, keep=2, ring=ring)
+    saver.start(about(20))
+    assert saver.copying
+
+    def update() -> None:
+        saver.wait_copied()
+        for part in parts:
+            part.local.add_(1)
+
+    updating = threading.Thread(target=update)
+    updating.start()
+    assert not (tmp_path / "step-00000020.g0" / "manifest.json").exists()
+    slot.gate.set()
+    updating.join(30)
+    outcome = saver.finish()
+    saver.close()
+    assert outcome is not None
+    assert outcome.error is None
     found = newest_good(tmp_path).checkpoint
     assert found is not None
     read = parts_of({name: torch.zeros_like(tensor) for name, tensor in tensors().items()}, 0, 1)

@@ -15,10 +15,10 @@ from ranks import group, lines, losses
 from torch import Tensor
 
 from captioned import captioned_images, tiny_run
-from tidegate.data.loader import Batch
 from tidegate.data.prepare import prepare
 from tidegate.train.config import RunConfig
 from tidegate.train.inputs import dataset_of
+from tidegate.train.learning import Ready
 from tidegate.train.loop import Run
 from tidegate.train.parallel import joined
 from tidegate.train.progress import NullProgress
@@ -39,7 +39,8 @@ class Watched(Run):
 
     kill_at: int | None
 
-    def _loss(self, batch: Batch) -> Tensor:
+    def _loss(self, piece: Ready) -> Tensor:
+        batch = piece.batch
         seen = self.run_dir / f"seen-{self.generation}-{self.world.rank}.jsonl"
         with seen.open("a") as file:
             row = {"step": self.step, "places": list(batch.positions), "ids": list(batch.ids), "size": str(batch.size)}
@@ -48,7 +49,7 @@ class Watched(Run):
             committed = self.run_dir / "checkpoints" / "step-00000008.g0" / "manifest.json"
             wait_until(committed.exists, 20, "step 8 is on disk")
             os.kill(os.getpid(), signal.SIGKILL)
-        return super()._loss(batch)
+        return super()._loss(piece)
 
 
 def watched(rank: int, config: RunConfig, data: Path, run_dir: Path, generation: int, kill_at: int | None) -> None:

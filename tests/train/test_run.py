@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
+import threading
 from pathlib import Path
 from typing import ClassVar
 
@@ -21,12 +22,12 @@ from tidegate.checkpoint.layout import Part
 from tidegate.checkpoint.restore import Checkpoint, Restored, full_model_weights, newest_good, restore, verified
 from tidegate.checkpoint.tiers import Candidate, Disk
 from tidegate.data.dataset import Dataset
-from tidegate.data.loader import Batch
 from tidegate.data.order import order
 from tidegate.data.prepare import prepare
 from tidegate.errors import CheckpointError
 from tidegate.train.config import RunConfig
 from tidegate.train.export import export_id, load_export
+from tidegate.train.learning import Ready
 from tidegate.train.loop import Run, run
 from tidegate.train.parallel import joined
 from tidegate.train.progress import NullProgress, Phase
@@ -134,8 +135,8 @@ class Poisoned(Run):
 
     by: ClassVar[dict[int, float]]
 
-    def _loss(self, batch: Batch) -> Tensor:
-        return super()._loss(batch) * (self.by.get(batch.step + 1, 1.0) if self.world.rank == 1 else 1.0)
+    def _loss(self, piece: Ready) -> Tensor:
+        return super()._loss(piece) * (self.by.get(piece.batch.step + 1, 1.0) if self.world.rank == 1 else 1.0)
 
 
 def poisoned(
@@ -195,6 +196,39 @@ def test_a_loss_that_is_not_finite_on_one_rank_is_skipped_by_all(unbroken: Path,
     newest = newest_good(tmp_path / "checkpoints").checkpoint
     assert newest is not None
     assert (newest.manifest.step, newest.manifest.updates) == (12, 11)
+
+
+class SlowToCopy(Run):
+    """No copy is begun before an update waits for it, or two seconds have passed."""
+
+    def _save(self, saver: Saver, *, to_disk: bool = True) -> None:
+        self.gate = threading.Event()
+        saver._copier.submit(self.gate.wait, 2)
+        super()._save(saver, to_disk=to_disk)
+
+    def _wait_copied(self, saver: Saver) -> None:
+        if saver.copying:
+            self.gate.set()
+        super()._wait_copied(saver)
+
+
+def slow_to_copy(rank: int, data: Path, run_dir: Path) -> None:
+    with joined(30) as world:
+        records = Records(run_dir, writes=rank == 0, world_size=2, generation=0, log_every_steps=100)
+        with records:
+            SlowToCopy(
+                CONFIG, [Dataset(data, width=4, height=4, channels=1)], run_dir, NullProgress(), world, 0, records
+            ).go()
+
+
+def test_an_update_waits_for_the_copy_of_what_it_changes(unbroken: Path, data: Path, tmp_path: Path) -> None:
+    """C061: the checkpoint of step 9 is made while step 10 computes, and holds nothing of it."""
+    assert group(2, slow_to_copy, data, tmp_path) == [0, 0]
+    for step in (9, 12):
+        name = f"step-{step:08d}.g0"
+        ours, theirs = (run_dir / "checkpoints" / name for run_dir in (tmp_path, unbroken))
+        one, other = (full_model_weights(Checkpoint(folder, verified(folder))) for folder in (ours, theirs))
+        assert all(torch.equal(one[weight], other[weight]) for weight in other)
 
 
 class Blind(Disk):

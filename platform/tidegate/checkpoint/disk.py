@@ -1,6 +1,7 @@
-"""Saves beside training: the step waits for one copy in shared memory, others bring it to disk.
+"""Saves beside training: an update waits for one copy in shared memory, others bring it to disk.
 
-The copy is a checkpoint of its own while the node lives (see `slots.py`). A thread hashes it, the writer's process
+A thread copies while the next step computes, which only reads the weights; the step's update waits for the copy. The
+copy is a checkpoint of its own while the node lives (see `slots.py`). The thread hashes it, the writer's process
 (`writer.py`) writes it meanwhile, a second thread collects all ranks' receipts, and rank 0 commits.
 """
 
@@ -62,8 +63,15 @@ class _Receipt(Model):
     full: bool = False
 
 
+@dataclass(slots=True)
+class _Copy:
+    made: Future[None]
+    stall_s: float
+
+
 class Saver:
-    """Saves one rank's parts; one save in flight to disk. All ranks must start the same saves in the same order."""
+    """Saves one rank's parts; one save in flight to disk. All ranks must start the same saves in the same order, and
+    call `wait_copied` before they change the parts."""
 
     def __init__(
         self,
@@ -85,8 +93,9 @@ class Saver:
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
         self._ring = ring or Ring(lambda _: Slot(parts, self._rank))
         self._writer: Writer | None = None
-        self._sealer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="seal")
+        self._copier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="copy")
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
+        self._copy: _Copy | None = None
         self._sealing: Future[ShardSeen] | None = None
         self._step = -1
         self._flight: Future[Outcome] | None = None
@@ -102,8 +111,8 @@ class Saver:
         return self._flight is not None and not self._flight.done()
 
     def start(self, about: Manifest, *, to_disk: bool = True) -> Outcome | None:
-        """Copy the parts and begin to save them as `about`, whose list of files is filled in. Where it is to go to disk
-        and the save before is in flight still, this waits for that and returns how it ended; or, if late saves are
+        """Begin to copy the parts and to save them as `about`, whose list of files is filled in. Where it is to go to
+        disk and the save before is in flight still, this waits for that and returns how it ended; or, if late saves are
         skipped, returns that, and there is only the copy in memory."""
         began = time.perf_counter()
         sealed = self._sealed()
@@ -120,16 +129,31 @@ class Saver:
             slot = self._ring.take(last_is_good=not unsealed, busy=busy)
         else:
             slot = self._ring.take(last_is_good=False, busy=False)
-        slot.fill()
-        stall_s = time.perf_counter() - began
-        self._sealing, self._step = self._sealer.submit(slot.seal, about), about.step
+        slot.mark()
+        copy = _Copy(self._copier.submit(slot.fill), stall_s=0.0)
+        self._sealing, self._step = self._copier.submit(_seal, slot, about, copy.made), about.step
+        self._copy = copy
+        copy.stall_s = time.perf_counter() - began
         if not to_disk:
             return before
         if late:
             return _skipped(about.step)
         self._ring.written(slot)
-        self._flight = self._thread.submit(self._save, about, slot, self._sealing, began, stall_s)
+        self._flight = self._thread.submit(self._save, about, slot, copy, self._sealing, began)
         return before
+
+    @property
+    def copying(self) -> bool:
+        """Whether `wait_copied` would wait."""
+        return self._copy is not None and not self._copy.made.done()
+
+    def wait_copied(self) -> None:
+        """Return when the parts may change."""
+        if self._copy is not None:
+            began = time.perf_counter()
+            self._copy.made.result()
+            self._copy.stall_s += time.perf_counter() - began
+            self._copy = None
 
     def poll(self) -> Outcome | None:
         """How the save in flight ended, once; None while it flies or where there is none."""
@@ -143,7 +167,7 @@ class Saver:
         return flight.result()
 
     def close(self) -> None:
-        self._sealer.shutdown(wait=True)
+        self._copier.shutdown(wait=True)
         self._thread.shutdown(wait=True)
         self._end_writer()
         self._ring.close()
@@ -165,9 +189,9 @@ class Saver:
 
     # In the thread that saves
 
-    def _save(self, about: Manifest, slot: Slot, sealing: Future[ShardSeen], began: float, stall_s: float) -> Outcome:
+    def _save(self, about: Manifest, slot: Slot, copy: _Copy, sealing: Future[ShardSeen], began: float) -> Outcome:
         folder = self._checkpoints / folder_name(about.step, self._generation)
-        receipts = self._gathered(self._written(folder, slot, sealing, stall_s))
+        receipts = self._gathered(self._written(folder, slot, copy, sealing))
         error = "; ".join(receipt.error for receipt in receipts if receipt.error) or None
         full = any(receipt.full for receipt in receipts)
         shards = tuple(receipt.shard for receipt in receipts if receipt.shard is not None)
@@ -185,7 +209,8 @@ class Saver:
             full=full,
         )
 
-    def _written(self, folder: Path, slot: Slot, sealing: Future[ShardSeen], stall_s: float) -> _Receipt:
+    def _written(self, folder: Path, slot: Slot, copy: _Copy, sealing: Future[ShardSeen]) -> _Receipt:
+        copy.made.result()
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if (folder / MANIFEST).exists():
@@ -198,12 +223,12 @@ class Saver:
             self._writer.begin(slot.handle, layout.size, len(layout.template), folder / file_name(self._rank))
             shard = sealing.result()
             self._writer.end()
-            return _Receipt(stall_s=stall_s, shard=shard)
+            return _Receipt(stall_s=copy.stall_s, shard=shard)
         except OSError as error:
             if sealing.exception() is not None or error.errno == errno.EPIPE:
                 self._end_writer()
             why = f"rank {self._rank}: {error.strerror}: {error.filename or folder}"
-            return _Receipt(stall_s=stall_s, error=why[:_WHY_CHARACTERS], full=error.errno == errno.ENOSPC)
+            return _Receipt(stall_s=copy.stall_s, error=why[:_WHY_CHARACTERS], full=error.errno == errno.ENOSPC)
 
     def _end_writer(self) -> None:
         if self._writer is not None:
@@ -248,6 +273,11 @@ class Saver:
             # The manifest goes first: a deletion that is cut short leaves no half checkpoint that looks whole.
             (paths[seen] / MANIFEST).unlink(missing_ok=True)
             shutil.rmtree(paths[seen], ignore_errors=True)
+
+
+def _seal(slot: Slot, about: Manifest, copied: Future[None]) -> ShardSeen:
+    copied.result()  # what could not be copied is not sealed
+    return slot.seal(about)
 
 
 def _skipped(step: int) -> Outcome:

@@ -36,7 +36,10 @@ class Slot:
         self.handle = self._opened(self.layout)
         populate = mmap.MAP_SHARED | mmap.MAP_POPULATE  # its pages exist before the first save
         self._memory = memoryview(mmap.mmap(self.handle, self.layout.padded_bytes, flags=populate))
-        if any(tensor.is_cuda for tensor in self._source):
+        on_gpu = next((tensor.device for tensor in self._source if tensor.is_cuda), None)
+        self._stream: Any = torch.cuda.Stream(on_gpu) if on_gpu is not None else None  # type: ignore[no-untyped-call]
+        self._settled: Any = None
+        if self._stream is not None:
             _pin(self._memory)
         self._body = self._memory[len(self.layout.template) : self.layout.size]
         whole = torch.frombuffer(self._memory, dtype=torch.uint8)
@@ -58,14 +61,25 @@ class Slot:
         os.posix_fallocate(handle, 0, layout.padded_bytes)
         return handle
 
+    def mark(self) -> None:
+        """`fill` is to copy what the parts hold now; on a GPU: once the kernels that are queued have run. In the thread
+        that queues them."""
+        if self._stream is not None:
+            self._settled = torch.cuda.current_stream(self._stream.device).record_event()
+
     def fill(self) -> None:
-        """Copy what the parts hold now. When it returns the parts may change."""
+        """Copy the parts, in whichever thread, as they were marked. When it returns they may change."""
         if self.path is not None:
             seal_of(self.path).unlink(missing_ok=True)
-        if self._source:
+        if self._stream is None:
+            if self._source:
+                torch._foreach_copy_(self._copy, self._source)
+            return
+        # Beside the stream that computes, which must not wait for it.
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(self._settled)
             torch._foreach_copy_(self._copy, self._source, non_blocking=True)
-            if any(tensor.is_cuda for tensor in self._source):
-                torch.cuda.current_stream().synchronize()
+        self._stream.synchronize()
 
     def seal(self, about: Manifest) -> ShardSeen:
         """Hash the copy, complete its header, and say what it is: of the checkpoint `about`.

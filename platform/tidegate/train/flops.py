@@ -37,7 +37,7 @@ def pace(*, image_flops: float, images: int, seconds: float, devices: int, peak_
     """Of a step of `images` that took `seconds` on `devices`.
 
     MFU = images · image_flops / (seconds · devices · peak). What is computed again for activation checkpointing is no
-    work; the wait for data and for other ranks is time, a checkpoint's stall is not. The peak is bfloat16's also where
+    work; the wait for data, for other ranks and for a checkpoint's copy is time. The peak is bfloat16's also where
     8-bit products are used.
     """
     tflops = images * image_flops / seconds / devices / 1e12

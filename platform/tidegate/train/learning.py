@@ -19,6 +19,24 @@ from tidegate.train.parallel import Shard, World, squared_norm
 from tidegate.train.stages import Stage
 
 
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A batch as the network takes it, on the CPU but for `places`; for a GPU in memory that it reads directly."""
+
+    batch: Batch
+    image: Tensor
+    """(B, tokens, C · patch²) float32, like `noise`."""
+    noise: Tensor
+    times: Tensor
+    """(B,) float32."""
+    states: Tensor
+    """(B, length, layers, width)."""
+    mask: Tensor
+    """(B, length) bool."""
+    places: Tensor
+    """(length + tokens, 3), on the device."""
+
+
 class Lesson:
     """The objective of one stage."""
 
@@ -26,15 +44,31 @@ class Lesson:
         self._config, self._stage, self._device = config, stage, device
         self._inputs = Inputs(config, stage, data, device)
 
-    def loss(self, network: nn.Module, batch: Batch) -> Tensor:
-        """Sum of the losses of a batch's samples."""
+    def ready(self, batch: Batch) -> Ready:
+        """What `loss` is of. It follows from the batch alone, so another thread can have it done while a step runs."""
         spec, step, seed = self._config.objective, self._stage.begins + batch.step, self._config.seed
         given = self._inputs.of(batch)
         shift = shift_of(self._stage.shift, given.image.shape[1])
         noise, times = draw(seed, step, batch.positions, given.image.shape[1:], spec, shift)
-        parts = (given.image, noise, times, given.states, given.mask)
-        image, noise, times, states, mask = (part.to(self._device) for part in parts)
-        guess = velocity(network, mix(image, noise, times), states, mask, times, given.places)
+
+        def reachable(part: Tensor) -> Tensor:
+            return part.pin_memory() if self._device.type == "cuda" else part
+
+        return Ready(
+            batch=batch,
+            image=reachable(given.image),
+            noise=reachable(noise),
+            times=reachable(times),
+            states=reachable(given.states),
+            mask=reachable(given.mask),
+            places=given.places,
+        )
+
+    def loss(self, network: nn.Module, ready: Ready) -> Tensor:
+        """Sum of the losses of a batch's samples."""
+        parts = (ready.image, ready.noise, ready.times, ready.states, ready.mask)
+        image, noise, times, states, mask = (part.to(self._device, non_blocking=True) for part in parts)
+        guess = velocity(network, mix(image, noise, times), states, mask, times, ready.places)
         return loss_sum(guess, image, noise)
 
 

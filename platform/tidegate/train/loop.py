@@ -21,6 +21,7 @@ from tidegate.data.dataset import Dataset
 from tidegate.data.loader import Batch, Loader
 from tidegate.errors import CheckpointError, DataError, DivergedError
 from tidegate.train import level
+from tidegate.train.ahead import one_ahead
 from tidegate.train.config import RunConfig
 from tidegate.train.config_file import write_config
 from tidegate.train.drills import Drills
@@ -29,7 +30,7 @@ from tidegate.train.grids import sample_grid
 from tidegate.train.guard import Do, Guarded, Ruling, judge
 from tidegate.train.inputs import dataset_of
 from tidegate.train.learner import Learner
-from tidegate.train.learning import Lesson, Verdict, agreed
+from tidegate.train.learning import Lesson, Ready, Verdict, agreed
 from tidegate.train.optim import learning_rate
 from tidegate.train.parallel import World, joined, whole_weights
 from tidegate.train.pieces import how_many, pieces
@@ -195,7 +196,7 @@ class Run:
         self.warm_at = self.step + (_FIRST_STEPS if self.pace_is_new else _FIRST_STEPS_OF_A_STAGE)
         self.pace_is_new = False
         self._step_on()
-        with Loader(
+        loader = Loader(
             self.data,
             seed=stage.data_seed(self.config.seed),
             global_batch=stage.global_batch,
@@ -203,11 +204,12 @@ class Run:
             world_size=self.world.data_size,
             start_step=self.step - stage.begins,
             end_step=stage.ends - stage.begins,
-        ) as batches:
+        )
+        with loader, one_ahead(loader, self._share) as shares:
             waits_since_s = time.perf_counter()
-            for batch in batches:
+            for share in shares:
                 began_s = time.perf_counter()
-                verdict, ruling = self._one(batch)
+                verdict, ruling = self._one(share, saver)
                 self.step += 1
                 self._tell(verdict, step_s=time.perf_counter() - began_s, input_s=began_s - waits_since_s)
                 if self.step == self.warm_at:
@@ -228,15 +230,19 @@ class Run:
                 waits_since_s = time.perf_counter()
         return False
 
-    def _one(self, batch: Batch) -> tuple[Verdict, Ruling]:
+    def _share(self, batch: Batch) -> list[tuple[Ready, bool]]:
+        """A batch as it is computed, piece by piece, and whether each counts."""
         count = how_many(self.stage.global_batch, self.world.data_size, self.stage.micro_batch)
+        return [(self.lesson.ready(piece), counts) for piece, counts in pieces(batch, count)]
+
+    def _one(self, share: Sequence[tuple[Ready, bool]], saver: Saver) -> tuple[Verdict, Ruling]:
         # FSDP averages gradients over ranks; scaled like this their average is the global batch's mean gradient,
         # whatever each rank's share.
         scale = self.world.data_size / self.stage.global_batch
         total: Tensor | None = None
-        for number, (piece, counts) in enumerate(pieces(batch, count), 1):
+        for number, (piece, counts) in enumerate(share, 1):
             if self.world.shape.replicate > 1:
-                self.learner.network.set_requires_all_reduce(number == count)  # replicas meet once a step
+                self.learner.network.set_requires_all_reduce(number == len(share))  # replicas meet once a step
             loss = self._loss(piece)
             if not counts:
                 loss = loss * 0
@@ -248,6 +254,7 @@ class Run:
         verdict = agreed(self.world, self.learner.shards, gradients, total, global_batch=batch_size, stop=stop)
         self.guarded, ruling = judge(self.guarded, self.config.guard, verdict.loss, finite=verdict.finite)
         if ruling.do is Do.GO:
+            self._wait_copied(saver)
             self.learner.update(gradients, verdict.grad_norm, self._rate(self.step))
         if not verdict.finite:
             samples = self._samples(self.step)
@@ -302,9 +309,9 @@ class Run:
         stage, seed = self.stage, self.stage.data_seed(self.config.seed)
         return [int(sample) for sample in self.data.ids(seed, step - stage.begins, stage.global_batch)]
 
-    def _loss(self, batch: Batch) -> Tensor:
+    def _loss(self, piece: Ready) -> Tensor:
         """Sum of the losses of these samples."""
-        return self.lesson.loss(self.learner.network, batch)
+        return self.lesson.loss(self.learner.network, piece)
 
     def _rate(self, step: int) -> float:
         return learning_rate(step, self.config.steps, self.config.optimizer)
@@ -338,6 +345,7 @@ class Run:
         """The newest checkpoint's weights go on from here, so the samples since then are behind them. Saved at once: a
         crash must not meet the same samples again, nor get its budget back."""
         self.progress.phase(Phase.RESTORING)
+        saver.wait_copied()
         self._settle(saver.finish())  # one in flight may be the newest
         # Not from memory: copies there are so frequent that they may be from within the spike.
         disk = Disk(self.run_dir / "checkpoints")
@@ -374,6 +382,13 @@ class Run:
         if to_disk and not (outcome is not None and outcome.skipped):
             self.saved_step = self.step
         self._step_on()
+
+    def _wait_copied(self, saver: Saver) -> None:
+        """The weights are about to change."""
+        if saver.copying:
+            self.progress.phase(Phase.SAVING)
+            saver.wait_copied()
+            self._step_on()
 
     def _settle(self, outcome: Outcome | None) -> None:
         """Tell how a save ended. A failed one costs nothing but itself: the last good checkpoint still stands."""
