@@ -63,7 +63,7 @@ Figures = dict[str, list[float]]
 
 def tasks(folder: Path) -> Mapping[str, Task]:
     write_images(folder / "digits-images")
-    write_photos(folder / "photo-images", 512)
+    write_photos(folder / "photo-images", 512, 256)
     for name in ("digits", "photo"):
         prepare(folder / f"{name}-images", folder / name, seed=0, rows_per_shard=100_000)
     return {
@@ -77,13 +77,13 @@ def tasks(folder: Path) -> Mapping[str, Task]:
     }
 
 
-def write_photos(folder: Path, count: int) -> None:
+def write_photos(folder: Path, count: int, side: int) -> None:
     """JPEGs with as much detail as a photograph: coarse noise, enlarged, and a little fine noise on it."""
     folder.mkdir()
     random, lines = np.random.default_rng(0), []
     for number in range(count):
         coarse = Image.fromarray(random.integers(0, 255, (24, 24, 3), dtype=np.uint8))
-        smooth = np.asarray(coarse.resize((256, 256), Image.Resampling.BICUBIC), dtype=np.int16)
+        smooth = np.asarray(coarse.resize((side, side), Image.Resampling.BICUBIC), dtype=np.int16)
         noisy = np.clip(smooth + random.normal(0, 6, smooth.shape), 0, 255).astype(np.uint8)
         Image.fromarray(noisy).save(folder / f"{number:04d}.jpg", quality=90)
         lines.append(json.dumps({"file_name": f"{number:04d}.jpg", "text": f"a photograph, number {number}"}))

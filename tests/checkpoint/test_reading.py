@@ -18,16 +18,24 @@ from tidegate.errors import CheckpointError
 
 
 class Counting:
-    """A source that counts what it lends."""
+    """A source that counts what it lends, and what of it did not go straight to its place."""
 
     streams, chunk_bytes = 3, 1 << 20
 
-    def __init__(self, folder: Path) -> None:
-        self._source, self.lent = FolderSource(folder), 0
+    def __init__(self, folder: Path, *, fills_any: bool = False) -> None:
+        self._folder, self._source = folder, FolderSource(folder)
+        self.fills_any = fills_any
+        self.lent = self.aside = 0
 
     def view(self, file: str, offset: int, count: int, scratch: memoryview) -> memoryview:
         self.lent += count
-        return self._source.view(file, offset, count, scratch)
+        self.aside += count if len(scratch) == self.chunk_bytes else 0
+        if not self.fills_any:
+            return self._source.view(file, offset, count, scratch)
+        with (self._folder / file).open("rb") as plain:
+            plain.seek(offset)
+            assert plain.readinto(scratch[:count]) == count
+        return scratch[:count]
 
     def __enter__(self) -> Self:
         return self
@@ -54,15 +62,16 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Path, lis
     return made
 
 
+@pytest.mark.parametrize("fills_any", [False, True])
 @pytest.mark.parametrize(("saved_by", "read_by"), [(2, 2), (2, 3), (3, 2), (3, 1), (2, 5)])
 def test_no_rank_reads_much_more_than_it_needs(
-    saved: dict[int, tuple[Path, list[ShardSeen]]], saved_by: int, read_by: int
+    saved: dict[int, tuple[Path, list[ShardSeen]]], saved_by: int, read_by: int, fills_any: bool
 ) -> None:
     folder, shards = saved[saved_by]
     for rank in range(read_by):
         want = parts_of(large(), rank, read_by)
         parts = [Part(part.name, torch.zeros_like(part.local), part.shape, part.offsets) for part in want]
-        with Counting(folder) as source:
+        with Counting(folder, fills_any=fills_any) as source:
             count = read_parts(source, shards, parts)
         needed = sum(part.local.nbytes for part in parts)
         assert count == source.lent <= 1.05 * needed

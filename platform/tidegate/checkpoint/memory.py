@@ -121,7 +121,7 @@ class Memory:
 
 
 class MemorySource:
-    streams, chunk_bytes = 2, 1 << 20
+    streams, chunk_bytes, fills_any = 2, 1 << 20, True
 
     def __init__(self, places: Mapping[str, tuple[Shelf, Copy]]) -> None:
         self._places = places

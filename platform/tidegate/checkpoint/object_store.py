@@ -261,6 +261,7 @@ class ObjectSource:
     candidate: Candidate
     streams: int = STREAMS
     chunk_bytes: int = 8 << 20
+    fills_any: bool = True
     """A request costs a round trip whatever its size."""
 
     def view(self, file: str, offset: int, count: int, scratch: memoryview) -> memoryview:

@@ -146,11 +146,13 @@ def _read(source: Source, wanted: Sequence[tuple[Header, list[_Want]]], *, copy:
         header, begin, end, wants = job
         if not hasattr(here, "scratch"):
             here.scratch = memoryview(mmap.mmap(-1, source.chunk_bytes))
-        data = source.view(header.file.name, header.file.header_bytes + begin, end - begin, here.scratch)
+        goal = _goal(begin, end, wants) if copy and source.fills_any else None
+        place = here.scratch if goal is None else goal
+        data = source.view(header.file.name, header.file.header_bytes + begin, end - begin, place)
         for at in range(begin, end, header.cached_bytes):
             cached = data[at - begin : at - begin + header.cached_bytes]
             header.check(at, cached)
-            if copy:
+            if copy and goal is None:
                 _spread(cached, at, wants)
 
     if len(jobs) <= 1 or source.streams == 1:
@@ -161,6 +163,14 @@ def _read(source: Source, wanted: Sequence[tuple[Header, list[_Want]]], *, copy:
             for _ in threads.map(one, jobs):
                 pass
     return sum(end - begin for _, begin, end, _ in jobs)
+
+
+def _goal(begin: int, end: int, wants: Sequence[_Want]) -> memoryview | None:
+    """Where bytes of a body go, if they all go to one place: then they need not be copied."""
+    [want] = wants if len(wants) == 1 else [None]
+    if want is None or want.begin > begin or want.end < end:
+        return None
+    return memoryview(want.target[begin - want.begin : end - want.begin].numpy())
 
 
 def _spread(data: memoryview, begin: int, wants: Iterable[_Want]) -> None:

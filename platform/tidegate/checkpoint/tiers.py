@@ -48,6 +48,11 @@ class Source(Protocol):
         """So much in one piece makes it fastest: a power of two from 1 MiB on."""
         ...
 
+    @property
+    def fills_any(self) -> bool:
+        """Whether `view` always fills `scratch`, which may then be any memory of `count` bytes."""
+        ...
+
     def view(self, file: str, offset: int, count: int, scratch: memoryview) -> memoryview:
         """`count` bytes of `file` from `offset`, a page's beginning, on: memory that holds them, or `scratch`, filled.
 
@@ -156,7 +161,7 @@ def check_owner(manifest: Manifest, candidate: Candidate) -> None:
 class FolderSource:
     """Files of a folder, read past the page cache where they are large and the file system takes that."""
 
-    streams, chunk_bytes = 4, 4 << 20
+    streams, chunk_bytes, fills_any = 4, 4 << 20, False
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
