@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,6 +48,17 @@ class _Reading:
     header: Header
     wants: list[_Want] = field(default_factory=list)
     late: list[_Late] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A piece of a body that a thread reads: whole blocks."""
+
+    header: Header
+    begin: int
+    end: int
+    wants: Sequence[_Want]
+    """That have some of it."""
 
 
 def read_parts(source: Source, files: Sequence[ShardSeen], parts: Sequence[Part]) -> int:
@@ -140,37 +152,48 @@ def _flat(tensor: Tensor) -> Tensor:
 def _read(source: Source, wanted: Sequence[tuple[Header, list[_Want]]], *, copy: bool = True) -> int:
     """Read all that is wanted, by as many threads as the source likes; how many bytes."""
     jobs = [job for header, wants in wanted for job in _jobs(header, wants, source.chunk_bytes)]
-    here = threading.local()
+    # Threads help themselves: a future for each job would be so many objects that Python looks for garbage meanwhile.
+    queue = iter(jobs)
+    failed = threading.Event()
 
-    def one(job: tuple[Header, int, int, list[_Want]]) -> None:
-        header, begin, end, wants = job
-        if not hasattr(here, "scratch"):
-            here.scratch = memoryview(mmap.mmap(-1, source.chunk_bytes))
-        goal = _goal(begin, end, wants) if copy and source.fills_any else None
-        place = here.scratch if goal is None else goal
-        data = source.view(header.file.name, header.file.header_bytes + begin, end - begin, place)
-        for at in range(begin, end, header.cached_bytes):
-            cached = data[at - begin : at - begin + header.cached_bytes]
-            header.check(at, cached)
-            if copy and goal is None:
-                _spread(cached, at, wants)
+    def work(_: int) -> None:
+        scratch = memoryview(mmap.mmap(-1, source.chunk_bytes))
+        try:
+            while not failed.is_set() and (job := next(queue, None)) is not None:
+                _do(source, job, scratch, copy=copy)
+        except BaseException:
+            failed.set()
+            raise
 
     if len(jobs) <= 1 or source.streams == 1:
-        for job in jobs:
-            one(job)
+        work(0)
     else:
         with ThreadPoolExecutor(source.streams, thread_name_prefix="read") as threads:
-            for _ in threads.map(one, jobs):
+            for _ in threads.map(work, range(source.streams)):
                 pass
-    return sum(end - begin for _, begin, end, _ in jobs)
+    return sum(job.end - job.begin for job in jobs)
+
+
+def _do(source: Source, job: _Job, scratch: memoryview, *, copy: bool) -> None:
+    """Read and check a piece, and copy it to where it is wanted."""
+    header, begin, end = job.header, job.begin, job.end
+    goal = _goal(begin, end, job.wants) if copy and source.fills_any else None
+    place = scratch if goal is None else goal
+    data = source.view(header.file.name, header.file.header_bytes + begin, end - begin, place)
+    for at in range(begin, end, header.cached_bytes):
+        cached = data[at - begin : at - begin + header.cached_bytes]
+        header.check(at, cached)
+        if copy and goal is None:
+            _spread(cached, at, job.wants)
 
 
 def _goal(begin: int, end: int, wants: Sequence[_Want]) -> memoryview | None:
     """Where bytes of a body go, if they all go to one place: then they need not be copied."""
-    [want] = wants if len(wants) == 1 else [None]
-    if want is None or want.begin > begin or want.end < end:
+    if len(wants) != 1 or wants[0].begin > begin or wants[0].end < end:
         return None
-    return memoryview(want.target[begin - want.begin : end - want.begin].numpy())
+    [want] = wants
+    bytes_there: Any = want.target[begin - want.begin : end - want.begin].numpy()
+    return memoryview(bytes_there)
 
 
 def _spread(data: memoryview, begin: int, wants: Iterable[_Want]) -> None:
@@ -183,8 +206,8 @@ def _spread(data: memoryview, begin: int, wants: Iterable[_Want]) -> None:
             want.target[first - want.begin : last - want.begin].copy_(piece)
 
 
-def _jobs(header: Header, wants: Iterable[_Want], chunk_bytes: int) -> Iterator[tuple[Header, int, int, list[_Want]]]:
-    """What to read of a body, and what for: whole blocks, each once, in pieces for a thread."""
+def _jobs(header: Header, wants: Iterable[_Want], chunk_bytes: int) -> Iterator[_Job]:
+    """What to read of a body, each block once."""
     block = header.block_bytes
     ordered = sorted((want for want in wants if want.end > want.begin), key=lambda want: want.begin)
     ends = [want.end for want in ordered]
@@ -199,4 +222,5 @@ def _jobs(header: Header, wants: Iterable[_Want], chunk_bytes: int) -> Iterator[
         for begin in range(first, last, chunk_bytes):
             end = min(begin + chunk_bytes, last)
             after = bisect.bisect_right(ends, begin)
-            yield header, begin, end, list(itertools.takewhile(lambda want: want.begin < end, ordered[after:]))  # noqa: B023
+            among = itertools.takewhile(lambda want: want.begin < end, itertools.islice(ordered, after, None))  # noqa: B023
+            yield _Job(header, begin, end, tuple(among))
