@@ -5,7 +5,7 @@ torch's `async_save` (by a thread; by a process; by a process out of reused shar
 step) and torchsnapshot's `async_take`, each in the round. `step_while_saving`: 1 + what steps took longer while a save
 drained, per second of draining. Ours keeps its copy in memory as a checkpoint besides.
 
-Takes about 40 s for each contender and round.
+Takes about 25 s for each contender and round.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="after one of warm-up")
     arguments = parser.parse_args()
-    found = saves(("ours", *PEERS), arguments.rounds)
+    found = saves(("ours", *PEERS), arguments.rounds, "stall")
     publish("checkpoint_stall", metrics_of(found), rounds=arguments.rounds, packages=("tidegate", "torch"))
 
 

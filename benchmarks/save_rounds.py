@@ -48,8 +48,8 @@ def torchsnapshot_folder(root: Path) -> Path:
     return folder
 
 
-def saves(contenders: Sequence[str], rounds: int) -> dict[str, list[dict[str, float]]]:
-    """Each contender's figures of each round, after one of warm-up (without one if there is only one round)."""
+def saves(contenders: Sequence[str], rounds: int, measure: str) -> dict[str, list[dict[str, float]]]:
+    """What `measure` tells of each contender in each round, after one of warm-up (none where there is only one)."""
     found: dict[str, list[dict[str, float]]] = {name: [] for name in contenders}
     with tempfile.TemporaryDirectory(prefix="tidegate-bench-", dir=os.environ.get(FOLDER_VARIABLE)) as name:
         root = Path(name)
@@ -57,9 +57,8 @@ def saves(contenders: Sequence[str], rounds: int) -> dict[str, list[dict[str, fl
         for number in range(0 if rounds > 1 else 1, rounds + 1):
             for contender in contenders:
                 folder = root / contender
-                took = last_line(
-                    "benchmarks.contenders.saves", ("--contender", contender, "--folder", str(folder)), path
-                )
+                options = ("--contender", contender, "--measure", measure, "--folder", str(folder))
+                took = last_line("benchmarks.contenders.saves", options, path)
                 shutil.rmtree(folder, ignore_errors=True)
                 shown = ", ".join(f"{key} {value:.3f}" for key, value in took.items() if key != "bytes")
                 print(f"round {number or 'warm-up'}, {contender}: {shown}", flush=True)

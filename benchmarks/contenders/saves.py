@@ -1,6 +1,6 @@
 """One contender's saves in a real training loop, in a process of its own; what they took is its last line, as JSON.
 
-python -m benchmarks.contenders.saves --contender ours --folder DIR
+python -m benchmarks.contenders.saves --contender ours --measure stall --folder DIR
 
 A stack of linear layers with AdamW: 2.06 GiB of weights and moments, of which each step changes every byte. One rank
 and one thread of arithmetic on two cores: as beside a GPU, there is a core for what runs in the background.
@@ -16,7 +16,6 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -254,20 +253,6 @@ CONTENDERS: Mapping[str, Callable[[Loop, Path], Contender]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Took:
-    """Of one contender in one round; medians of its saves."""
-
-    bytes: int
-    idle_step_s: float
-    memcpy_s: float
-    """To copy the state into memory that is warm."""
-    stall_s: float
-    durable_s: float
-    slowdown: float
-    """1 + what steps took longer while the save drained, per second of draining."""
-
-
 def memcpy_seconds(state: Mapping[str, Tensor]) -> float:
     source = list(state.values())
     target = [torch.zeros_like(one) for one in source]
@@ -280,13 +265,15 @@ def memcpy_seconds(state: Mapping[str, Tensor]) -> float:
     return statistics.median(took)
 
 
-def measure(name: str, folder: Path, loop: Loop, saves: int = SAVES) -> Took:
-    state = loop.state()
-    memcpy_s = memcpy_seconds(state)
-    contender = CONTENDERS[name](loop, folder)
-    stalls, durables, slowdowns = [], [], []
+def measure_stall(contender: Contender, loop: Loop, saves: int = SAVES) -> dict[str, float]:
+    """Medians of saves beside training, after one that warms up.
+
+    `stall_s`: what training waits for one. `slowdown`: 1 + what steps took longer while it drained, per second of
+    draining. `memcpy_s`: to copy the state into memory that is warm."""
+    stalls, slowdowns = [], []
+    memcpy_s = memcpy_seconds(loop.state())
     idle_s = statistics.median(loop.step() for _ in range(IDLE_STEPS))
-    for number in range(saves + 1):  # the first warms up
+    for number in range(saves + 1):
         os.sync()  # what others left dirty is not ours to wait for
         idle_s = statistics.median((idle_s, *(loop.step() for _ in range(IDLE_STEPS - 1))))
         waited = [0.0]
@@ -310,22 +297,29 @@ def measure(name: str, folder: Path, loop: Loop, saves: int = SAVES) -> Took:
             # A step that was under way when the save ended counts whole: its excess is the save's all the same.
             excess_s = sum(steps) - waited[0] - len(steps) * idle_s
             slowdowns.append(1 + excess_s / drained_s)
-    for number in range(saves + 1, 2 * saves + 2):  # again without steps beside: how long until it is durable
+    return {
+        "idle_step_s": idle_s,
+        "memcpy_s": memcpy_s,
+        "stall_s": statistics.median(stalls),
+        "slowdown": statistics.median(slowdowns),
+    }
+
+
+def measure_durable(contender: Contender, loop: Loop, saves: int = SAVES) -> dict[str, float]:
+    """Median of saves with nothing beside them, after one that warms up: seconds until one is durable, and its size."""
+    durables = []
+    for number in range(saves + 1):
+        os.sync()
         began = time.perf_counter()
         contender.start(number)
         contender.before_update()
         contender.wait()
-        if number > saves + 1:
+        if number:
             durables.append(time.perf_counter() - began)
-    contender.close()
-    return Took(
-        bytes=sum(one.nbytes for one in state.values()),
-        idle_step_s=idle_s,
-        memcpy_s=memcpy_s,
-        stall_s=statistics.median(stalls),
-        durable_s=statistics.median(durables),
-        slowdown=statistics.median(slowdowns),
-    )
+    return {"bytes": sum(one.nbytes for one in loop.state().values()), "durable_s": statistics.median(durables)}
+
+
+MEASURES = {"stall": measure_stall, "durable": measure_durable}
 
 
 @contextlib.contextmanager
@@ -342,11 +336,15 @@ def only_rank(folder: Path) -> Iterator[None]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--contender", choices=sorted(CONTENDERS), required=True)
+    parser.add_argument("--measure", choices=sorted(MEASURES), required=True)
     parser.add_argument("--folder", type=Path, required=True)
     arguments = parser.parse_args()
     with only_rank(arguments.folder):
-        took = measure(arguments.contender, arguments.folder, Loop())
-    print(json.dumps({name: getattr(took, name) for name in Took.__slots__}), flush=True)
+        loop = Loop()
+        contender = CONTENDERS[arguments.contender](loop, arguments.folder)
+        took = MEASURES[arguments.measure](contender, loop)
+        contender.close()
+    print(json.dumps(took), flush=True)
 
 
 if __name__ == "__main__":
