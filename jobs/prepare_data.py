@@ -14,6 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -122,12 +123,21 @@ def blocks(count: int) -> int:
     return max(1, min(count, 4096))
 
 
+def remove_leftovers() -> None:
+    """Folders of jobs like this one that were killed."""
+    for folder in Path("/tmp").glob("tg-*-*"):
+        owner = folder.name.split("-")[1]
+        if owner.isdigit() and not Path("/proc", owner).exists():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 @contextmanager
 def connected(address: str) -> Iterator[None]:
     """To a cluster, or to one of our own that goes with us, on ports and in a folder that nobody else has."""
     # Ray's unix sockets lie below; their paths may have 107 characters at most.
-    own = tempfile.mkdtemp(prefix="tg-", dir="/tmp") if address == "local" else None
+    own = tempfile.mkdtemp(prefix=f"tg-{os.getpid()}-", dir="/tmp") if address == "local" else None
     alone = {"include_dashboard": False, "_temp_dir": own} if own is not None else {}
+    remove_leftovers()
     try:
         ray.init(address=address, namespace="tidegate", log_to_driver=False, **alone)
         ray.data.DataContext.get_current().enable_progress_bars = False

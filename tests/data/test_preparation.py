@@ -21,6 +21,7 @@ from tidegate.data.buckets import Size
 from tidegate.data.dataset import Dataset
 from tidegate.data.layout import Index, read_index
 from tidegate.data.preparation import Preparation, Settings
+from tidegate.data.sources import Split
 from tidegate.data.storage import Folder
 from tidegate.errors import DataError
 
@@ -100,7 +101,7 @@ def test_images_are_cut_to_their_bucket_and_captions_stay_theirs(whole: Path) ->
     assert seen[:8] != sorted(seen[:8])
 
 
-@pytest.mark.parametrize("killed", [{"parts": 0}, {"parts": 2}, {"shards": 0}, {"shards": 3}])
+@pytest.mark.parametrize("killed", [{"parts": 0}, {"parts": 2}, {"parts": 3}, {"shards": 0}, {"shards": 3}])
 def test_killed_and_started_again_is_the_same_and_makes_nothing_twice(
     photos: Path, tmp_path: Path, killed: dict[str, int]
 ) -> None:
@@ -115,13 +116,20 @@ def test_killed_and_started_again_is_the_same_and_makes_nothing_twice(
     }
     assert len(before) == killed.get("parts", 7 + killed.get("shards", 0))
     made: list[str] = []
+    tars: list[int] = []
 
     class Watched(Preparation):
+        def read(self, number: int, split: Split) -> Iterator[tuple[str, bytes]]:
+            tars.append(number)
+            return super().read(number, split)
+
         def keep(self, name: str, part: bytes) -> None:
             made.append(name)
             super().keep(name, part)
 
     assert run(Watched(out)) is not None
+    finished = 2 if "shards" in killed else killed["parts"] // 3
+    assert tars == [0, 1][finished:], "a tar whose parts are all there is not read again"
     assert not {path.name for path in before} & set(made)
     assert len(made) + len([path for path in before if path.suffix == ".arrow"]) == 7
     kept = [path for path in before if path.exists()]
