@@ -224,6 +224,14 @@ def test_what_a_card_does_not_have_is_not_asked_again(
     assert fake_nvml.calls(library, "nvmlDeviceGetSramEccErrorStatus", 0) == before
 
 
+def test_c152_a_slow_reading_is_tied_to_its_gpu(source: NvmlSource, state: NvmlState) -> None:
+    looks(source)
+    state.set(2, "delay_ms", 30)
+    slow = [seen[Signal.GPU_READ].value or 0.0 for seen in looks(source)]
+    assert slow[2] > 0.1
+    assert max(slow[0], slow[1], slow[3]) < slow[2] / 2
+
+
 # NVLink
 
 
