@@ -1,9 +1,9 @@
 """What a node's health agent costs: CPU and memory with 8 GPUs × 18 NVLinks × 9 InfiniBand ports at one look a second.
 
-The agent runs as on a node, with all its sources, in a process of its own for each round: the real nvidia-ml-py over the
-fake NVML library, a sysfs tree of real files, a kernel log that is followed. The arbiter only takes its reports, and no
-Ray is there: the series are worked out but not handed to Ray's metrics. CPU is that of the whole process, the fake
-library's own work and every thread included.
+The agent runs as on a node, with all its sources, in a process of its own for each round: the real nvidia-ml-py over
+the fake NVML library, a sysfs tree of real files, a kernel log that is followed. The arbiter only takes its reports,
+and no Ray is there: the series are worked out but not handed to Ray's metrics. CPU is that of the whole process, the
+fake library's own work and every thread included.
 
 Its growth with GPUs is the exponent over 1, 2, 4, 8 and 16 of them, from looks that follow each other without a rest.
 
@@ -50,14 +50,31 @@ CORE_SHARE_GOAL = "<= 0.002"
 """0.2 % of a core."""
 
 COUNTERS = (
-    *("symbol_error link_error_recovery link_downed port_rcv_errors port_rcv_remote_physical_errors".split()),
-    *("port_rcv_switch_relay_errors port_xmit_discards port_xmit_constraint_errors port_rcv_constraint_errors".split()),
-    *("local_link_integrity_errors excessive_buffer_overrun_errors VL15_dropped port_xmit_wait".split()),
-    *("port_rcv_data port_xmit_data".split()),
+    "symbol_error",
+    "link_error_recovery",
+    "link_downed",
+    "port_rcv_errors",
+    "port_rcv_remote_physical_errors",
+    "port_rcv_switch_relay_errors",
+    "port_xmit_discards",
+    "port_xmit_constraint_errors",
+    "port_rcv_constraint_errors",
+    "local_link_integrity_errors",
+    "excessive_buffer_overrun_errors",
+    "VL15_dropped",
+    "port_xmit_wait",
+    "port_rcv_data",
+    "port_xmit_data",
 )
 HW_COUNTERS = (
-    *("out_of_sequence packet_seq_err local_ack_timeout_err rnr_nak_retry_err roce_slow_restart np_cnp_sent".split()),
-    *("rp_cnp_handled out_of_buffer".split()),
+    "out_of_sequence",
+    "packet_seq_err",
+    "local_ack_timeout_err",
+    "rnr_nak_retry_err",
+    "roce_slow_restart",
+    "np_cnp_sent",
+    "rp_cnp_handled",
+    "out_of_buffer",
 )
 
 
