@@ -111,6 +111,7 @@ def test_our_reading_of_a_field_values_bytes_is_the_bindings_own(source: NvmlSou
     ]
     assert nvml_values.FieldBatch([(field_id, 0) for field_id in texts]).read(handle) == theirs
     assert ctypes.sizeof(pynvml.c_nvmlFieldValue_t) == nvml_values._FIELD_VALUE.size
+    assert ctypes.sizeof(pynvml.c_nvmlGpmMetric_t) == nvml_gpm._METRIC.size
 
 
 def test_ray_finds_the_gpus(library: Path, state: NvmlState, source: NvmlSource) -> None:

@@ -802,7 +802,8 @@ nvmlReturn_t nvmlDeviceRegisterEvents(struct device *device, unsigned long long 
 }
 
 nvmlReturn_t nvmlEventSetWait_v2(nvmlEventSet *set, nvmlEventData_t *out, unsigned int timeout_ms) {
-    for (unsigned int waited = 0;; waited += 10) {
+    unsigned int step_ms = 100; /* seldom, as the real call sleeps in the driver and costs nothing meanwhile */
+    for (unsigned int waited = 0;; waited += step_ms) {
         nvmlReturn_t code = enter_system();
         if (code != SUCCESS)
             return code;
@@ -823,7 +824,9 @@ nvmlReturn_t nvmlEventSetWait_v2(nvmlEventSet *set, nvmlEventData_t *out, unsign
             return code;
         if (waited >= timeout_ms)
             return TIMEOUT;
-        nap(10);
+        if (step_ms > timeout_ms - waited)
+            step_ms = timeout_ms - waited;
+        nap(step_ms);
     }
 }
 
