@@ -195,6 +195,23 @@ def test_c120_names_and_labels_vary(exporter: Exporter, source: DcgmSource) -> N
     assert seen["GPU-X", Signal.GPU_MEMORY_TEMPERATURE].value is None
 
 
+def test_c149_a_gpu_that_the_exporter_leaves_out_has_no_reading_good_or_bad(
+    exporter: Exporter, source: DcgmSource
+) -> None:
+    exporter.text = "".join(f'DCGM_FI_DEV_GPU_TEMP{{UUID="GPU-{index}"}} 50\n' for index in (0, 1, 2))
+    assert {subject for subject, signal in read(source) if signal.of_gpu} == {"GPU-0", "GPU-1", "GPU-2"}
+
+
+def test_c123_a_field_that_a_card_does_not_have_costs_no_other(exporter: Exporter, source: DcgmSource) -> None:
+    exporter.text = (
+        'DCGM_FI_PROF_PIPE_TENSOR_ACTIVE{UUID="GPU-v100"} 9223372036854775794\n'
+        'DCGM_FI_DEV_GPU_TEMP{UUID="GPU-v100"} 50\n'
+    )
+    seen = read(source)
+    assert seen["GPU-v100", Signal.GPU_TENSOR_ACTIVE].status is Status.UNSUPPORTED
+    assert seen["GPU-v100", Signal.GPU_TEMPERATURE].value == 50
+
+
 def test_a_row_without_a_uuid_is_nobodys(exporter: Exporter, source: DcgmSource) -> None:
     exporter.text = 'DCGM_FI_DEV_GPU_TEMP{gpu="0",UUID=""} 90\nDCGM_FI_DEV_GPU_TEMP{gpu="0"} 90\n'
     assert list(read(source)) == [(source.read().readings[0].subject, Signal.DCGM_ANSWERS)]
