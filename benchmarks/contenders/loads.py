@@ -12,6 +12,7 @@ import gc
 import json
 import os
 import shutil
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,9 +35,12 @@ from tidegate.checkpoint.ring import shared_ring
 from tidegate.checkpoint.tiers import Disk, Tier
 
 
+READS_OF_DISK = 3
+
+
 @dataclass(frozen=True, slots=True)
 class Took:
-    """Of one round, in seconds."""
+    """Of one round, in seconds; from disk the medians of `READS_OF_DISK`."""
 
     bytes: int
     disk_s: float
@@ -97,11 +101,19 @@ def measure(folder: Path, width: int = WIDTH, layers: int = LAYERS) -> Took:
         return took
 
     try:
+        # In turn: a disk's speed may change from one second to the next.
+        disk, raw = zip(
+            *(
+                (checked(from_tier(Disk(folder / "ours"))), timed(lambda: read_direct(shard)))
+                for _ in range(READS_OF_DISK)
+            ),
+            strict=True,
+        )
         return Took(
             bytes=sum(one.nbytes for one in state.values()),
-            disk_s=checked(from_tier(Disk(folder / "ours"))),
+            disk_s=statistics.median(disk),
             dcp_s=checked(lambda: dcp.load(dict(state), storage_reader=FileSystemReader(str(folder / "dcp")))),
-            raw_s=timed(lambda: read_direct(shard)),
+            raw_s=statistics.median(raw),
             memory_s=checked(from_tier(Memory([LocalShelf(memory.path)]))),
             memcpy_s=memcpy_seconds(state),
         )
