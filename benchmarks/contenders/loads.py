@@ -34,7 +34,6 @@ from tidegate.checkpoint.restore import restore
 from tidegate.checkpoint.ring import shared_ring
 from tidegate.checkpoint.tiers import Disk, Tier
 
-
 READS_OF_DISK = 3
 
 
