@@ -1,0 +1,251 @@
+"""InfiniBand and RoCE ports as the kernel shows them: /sys/class/infiniband/DEVICE/ports/N.
+
+Counters are given raw; where they stick is `CEILINGS` in readings.py. What the files mean stands in Linux'
+Documentation/ABI/stable/sysfs-class-infiniband.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tidegate.clock import Clock, SystemClock
+from tidegate.health.readings import MIDDLE_S, Reading, Round, Signal, Status
+from tidegate.health.sources.saying import Every, Voice, cause_of
+from tidegate.ids import NodeId
+
+logger = logging.getLogger(__name__)
+
+ROOT = Path("/sys/class/infiniband")
+_WORD_BYTES = 4
+"""port_rcv_data and port_xmit_data count words of four bytes (C134)."""
+_TRAFFIC: Mapping[str, Signal] = {
+    "counters/port_rcv_data": Signal.IB_RECEIVED,
+    "counters/port_xmit_data": Signal.IB_SENT,
+}
+_BOTH_LAYERS: Mapping[str, Signal] = {
+    "counters/link_downed": Signal.IB_LINK_DOWNED,
+    "counters/port_rcv_errors": Signal.IB_RECEIVE_ERRORS,
+    "counters/port_xmit_discards": Signal.IB_SEND_DISCARDS,
+    "hw_counters/out_of_sequence": Signal.IB_OUT_OF_SEQUENCE,
+    "hw_counters/packet_seq_err": Signal.IB_PACKET_SEQUENCE_ERRORS,
+    "hw_counters/local_ack_timeout_err": Signal.IB_ACK_TIMEOUTS,
+    "hw_counters/rnr_nak_retry_err": Signal.IB_RNR_RETRIES_EXCEEDED,
+    "hw_counters/roce_slow_restart": Signal.IB_SLOW_RESTARTS,
+    "hw_counters/np_cnp_sent": Signal.IB_CNP_SENT,
+    "hw_counters/rp_cnp_handled": Signal.IB_CNP_HANDLED,
+    "hw_counters/out_of_buffer": Signal.IB_OUT_OF_BUFFER,
+}
+_INFINIBAND_ONLY: Mapping[str, Signal] = {
+    "counters/symbol_error": Signal.IB_SYMBOL_ERRORS,
+    "counters/link_error_recovery": Signal.IB_LINK_RECOVERIES,
+    "counters/port_rcv_remote_physical_errors": Signal.IB_REMOTE_PHYSICAL_ERRORS,
+    "counters/port_rcv_switch_relay_errors": Signal.IB_SWITCH_RELAY_ERRORS,
+    "counters/port_xmit_constraint_errors": Signal.IB_SEND_CONSTRAINT_ERRORS,
+    "counters/port_rcv_constraint_errors": Signal.IB_RECEIVE_CONSTRAINT_ERRORS,
+    "counters/local_link_integrity_errors": Signal.IB_LINK_INTEGRITY,
+    "counters/excessive_buffer_overrun_errors": Signal.IB_BUFFER_OVERRUNS,
+    "counters/VL15_dropped": Signal.IB_VL15_DROPPED,
+    "counters/port_xmit_wait": Signal.IB_SEND_WAIT,
+}
+"""The registers of an InfiniBand link; a RoCE port shows the files too, and they mean little there (C136)."""
+
+_RATE = re.compile(r"\s*(\d+(?:\.\d+)?) Gb/sec")
+_LINK_UP = 5.0
+_NOT_THERE = "PORT_GONE"
+_BURST = 1.1
+"""A port's counters can't grow faster than its link, but the two looks at them are not at the same moment as ours."""
+
+
+@dataclass(slots=True)
+class _Port:
+    """A port that has been seen."""
+
+    name: str
+    folder: str
+    ethernet: bool
+    carrier_changes: str | None
+    """Path of the network interface's file; none where the port has no interface."""
+    refused: dict[str, tuple[Status, str]] = field(default_factory=dict)
+    """Files that can't be read, with what they said: not read again, since each try may write to the kernel log."""
+    bytes_at: dict[Signal, tuple[float, float]] = field(default_factory=dict)
+    """The last (time, bytes) of each direction."""
+    rate_bits: float | None = None
+
+
+class InfinibandSource:
+    """Reads all ports that are not virtual functions. A host without any says nothing, and that is no fault (C127)."""
+
+    def __init__(
+        self,
+        root: Path = ROOT,
+        *,
+        node: NodeId,
+        clock: Clock | None = None,
+        counters_every_s: float = MIDDLE_S,
+    ) -> None:
+        """`counters_every_s`: counters are asked of the card's firmware; more often costs and shows nothing."""
+        self._root = root
+        self._clock = clock if clock is not None else SystemClock()
+        self._voice = Voice(node, self._clock)
+        self._counters = Every(counters_every_s)
+        self._ports: dict[str, _Port] = {}
+
+    def read(self) -> Round:
+        """One look: states each time, counters every `counters_every_s`."""
+        try:
+            here = dict(self._list())
+        except FileNotFoundError:
+            here = {}
+        except OSError as error:
+            cause = cause_of(error)
+            answers = self._voice.missing(self._voice.node, Signal.IB_ANSWERS, _status(error), cause)
+            return Round(readings=(answers,), error=f"InfiniBand: {self._root}: {cause}")
+        if not here and not self._ports:
+            return Round(readings=())
+        counters = self._counters.due(self._clock.now_s())
+        readings = [self._voice.value(self._voice.node, Signal.IB_ANSWERS, 1.0)]
+        for name, folder in here.items():
+            if name not in self._ports:
+                self._ports[name] = self._meet(name, folder)
+        for name, port in self._ports.items():
+            if name not in here:
+                readings.append(self._voice.missing(name, Signal.IB_PORT_PRESENT, Status.LOST, _NOT_THERE))
+                port.bytes_at.clear()
+                continue
+            readings += self._states(port)
+            if counters:
+                readings += self._counts(port)
+        return Round(readings=tuple(readings))
+
+    def _list(self) -> Iterator[tuple[str, str]]:
+        root = str(self._root)
+        for device in sorted(os.listdir(root)):
+            if os.path.exists(f"{root}/{device}/device/physfn"):
+                continue  # a virtual function: somebody else's, and its counters are not its own
+            try:
+                ports = sorted(os.listdir(f"{root}/{device}/ports"))
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            for number in ports:
+                if number.isdigit():
+                    yield f"{device}/{number}", f"{root}/{device}/ports/{number}"
+
+    def _meet(self, name: str, folder: str) -> _Port:
+        try:
+            ethernet = _text(f"{folder}/link_layer") == "Ethernet"
+        except OSError:
+            ethernet = False  # a device of another kind (C128)
+        return _Port(name=name, folder=folder, ethernet=ethernet, carrier_changes=_carrier_file(folder))
+
+    def _states(self, port: _Port) -> list[Reading]:
+        voice, name = self._voice, port.name
+        state = self._number(port, "state", Signal.IB_PORT_STATE)
+        phys = self._number(port, "phys_state", Signal.IB_PORT_PHYS_STATE)
+        readings = [
+            voice.value(name, Signal.IB_PORT_PRESENT, 1.0),
+            voice.value(name, Signal.IB_PORT_ETHERNET, 1.0 if port.ethernet else 0.0),
+            state,
+            phys,
+        ]
+        readings.append(self._rate(port, up=phys.value == _LINK_UP))
+        if port.carrier_changes is not None:
+            readings.append(self._count(port, port.carrier_changes, Signal.IB_CARRIER_CHANGES))
+        return readings
+
+    def _number(self, port: _Port, file: str, signal: Signal) -> Reading:
+        """The number of a line like `4: ACTIVE`. Asked each time: a port's state is never given up."""
+        try:
+            text = _text(f"{port.folder}/{file}")
+        except OSError as error:
+            return self._voice.missing(port.name, signal, _status(error), cause_of(error))
+        number, _, word = text.partition(":")
+        if not number.isdigit():
+            return self._voice.missing(port.name, signal, Status.STALE, "NOT_A_STATE", detail=text[:80])
+        return self._voice.value(port.name, signal, float(number), detail=word.strip() or None)
+
+    def _rate(self, port: _Port, *, up: bool) -> Reading:
+        signal = Signal.IB_PORT_RATE
+        port.rate_bits = None
+        if not up:
+            # A port that is down shows a rate too, its slowest: that is no slow link (C131).
+            return self._voice.missing(port.name, signal, Status.STALE, "PORT_NOT_UP")
+        try:
+            text = _text(f"{port.folder}/rate")
+        except OSError as error:
+            return self._voice.missing(port.name, signal, _status(error), cause_of(error))
+        matched = _RATE.match(text)
+        if matched is None:
+            return self._voice.missing(port.name, signal, Status.STALE, "NOT_A_RATE", detail=text[:80])
+        port.rate_bits = float(matched[1]) * 1e9
+        return self._voice.value(port.name, signal, port.rate_bits, detail=text)
+
+    def _counts(self, port: _Port) -> list[Reading]:
+        files = _BOTH_LAYERS if port.ethernet else {**_BOTH_LAYERS, **_INFINIBAND_ONLY}
+        readings = [self._count(port, f"{port.folder}/{file}", signal) for file, signal in files.items()]
+        return readings + [self._traffic(port, f"{port.folder}/{file}", signal) for file, signal in _TRAFFIC.items()]
+
+    def _traffic(self, port: _Port, file: str, signal: Signal) -> Reading:
+        reading = self._count(port, file, signal, times=_WORD_BYTES)
+        if reading.value is None:
+            return reading
+        before = port.bytes_at.get(signal)
+        port.bytes_at[signal] = (reading.at_s, reading.value)
+        if before is None or port.rate_bits is None or reading.at_s <= before[0]:
+            return reading
+        bits = 8 * (reading.value - before[1]) / (reading.at_s - before[0])
+        if bits > _BURST * port.rate_bits:
+            detail = f"{bits / 1e9:.0f} Gb/s on a port of {port.rate_bits / 1e9:.0f} Gb/s"
+            return self._voice.missing(port.name, signal, Status.STALE, "IMPLAUSIBLE", detail=detail)
+        return reading
+
+    def _count(self, port: _Port, file: str, signal: Signal, *, times: int = 1) -> Reading:
+        if file in port.refused:
+            return self._voice.missing(port.name, signal, *port.refused[file])
+        try:
+            text = _text(file)
+        except OSError as error:
+            status = Status.NO_PERMISSION if isinstance(error, PermissionError) else Status.UNSUPPORTED
+            port.refused[file] = (status, cause_of(error))
+            return self._voice.missing(port.name, signal, *port.refused[file])
+        if text.isdigit():
+            return self._voice.value(port.name, signal, float(int(text) * times))
+        # "N/A (no PMA)": a device without a performance agent (C125).
+        port.refused[file] = (Status.UNSUPPORTED, "NO_PMA" if text.startswith("N/A") else "NOT_A_NUMBER")
+        logger.info("InfiniBand: %s says %r; it is not read again", file, text[:80])
+        return self._voice.missing(port.name, signal, *port.refused[file])
+
+
+def _carrier_file(folder: str) -> str | None:
+    """`carrier_changes` of the network interface that is this port."""
+    device, number = folder.rsplit("/ports/", 1)
+    try:
+        interfaces = sorted(os.listdir(f"{device}/device/net"))
+    except OSError:
+        return None
+    for interface in interfaces:
+        at = f"{device}/device/net/{interface}"
+        try:
+            same_port = int(_text(f"{at}/dev_port")) == int(number) - 1
+        except (OSError, ValueError):
+            same_port = len(interfaces) == 1
+        if same_port:
+            return f"{at}/carrier_changes"
+    return None
+
+
+def _text(path: str) -> str:
+    """Not pathlib: some hundred of these are read each time, and opening is what they cost."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(file, 4096).decode("ascii", "replace").strip()
+    finally:
+        os.close(file)
+
+
+def _status(error: OSError) -> Status:
+    return Status.NO_PERMISSION if isinstance(error, PermissionError) else Status.STALE
