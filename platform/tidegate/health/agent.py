@@ -15,9 +15,11 @@ from typing import Protocol
 from tidegate.arbiter.messages import GpuSeen, HealthReport
 from tidegate.clock import Clock
 from tidegate.errors import NoArbiterError
-from tidegate.health.judge import Finding, History, judge
+from tidegate.health.history import History
+from tidegate.health.judge import Finding, judge
 from tidegate.health.readings import ListedGpu, Reading, Round, Signal, Source, Status
-from tidegate.health.rules import DEADLINE_MISSED, temperature_celsius
+from tidegate.health.rules import temperature_celsius
+from tidegate.health.table import DEADLINE_MISSED
 from tidegate.ids import GpuId, NodeId
 from tidegate.spec.policy import HealthSpec
 
@@ -140,11 +142,10 @@ class HealthAgent:
 
     def _judged(self, seen: Round) -> HealthReport:
         now_s = self._clock.now_s()
-        before = {trace.standing for trace in self._history.traces}
         judgement = judge(seen.readings, self._history, self._spec, now_s)
         self._history = judgement.history
         # Counts of rows that are on their way are not worth a write: losing them costs a sample, not a verdict.
-        if {trace.standing for trace in judgement.history.traces} != before:
+        if judgement.worth_saving:
             self._memory.save(judgement.history)
         if seen.readings:
             self._log(judgement.findings)
