@@ -12,7 +12,7 @@ import pynvml
 import pytest
 import ray._private.thirdparty.pynvml.pynvml as rays_pynvml
 
-from tidegate.health.sources import nvml, nvml_gpm
+from tidegate.health.sources import nvml, nvml_events, nvml_gpm, nvml_links, nvml_session, nvml_values
 from tidegate.health.sources.nvml import NvmlSource
 from tidegate.ids import NodeId
 from tidegate.testing import fake_nvml
@@ -45,11 +45,11 @@ def symbols(bindings: ModuleType, function: str) -> set[str]:
 def test_the_fake_has_every_function_that_our_source_calls(library: Path) -> None:
     asked = {
         function
-        for module in (nvml, nvml_gpm)
+        for module in (nvml, nvml_events, nvml_gpm, nvml_links, nvml_session, nvml_values)
         for function in re.findall(r"pynvml\.(nvml[A-Z]\w+)", inspect.getsource(module))
         if inspect.isfunction(getattr(pynvml, function))
     }
-    assert {"nvmlInit", "nvmlDeviceGetTemperatureV", "nvmlGpmMetricsGet"} <= asked
+    assert {"nvmlInit", "nvmlDeviceGetTemperatureV", "nvmlGpmMetricsGet", "nvmlEventSetWait_v2"} <= asked
     fake = ctypes.CDLL(str(library))
     wanted = set().union(*(symbols(pynvml, function) for function in asked))
     assert [symbol for symbol in sorted(wanted) if not hasattr(fake, symbol)] == []
@@ -71,6 +71,11 @@ def test_the_fake_has_every_function_that_ray_calls(library: Path) -> None:
         "c_nvmlMemory_v2_t",
         "c_nvmlProcessInfo_v2_t",
         "c_nvmlFieldValue_t",
+        "c_nvmlRowRemapperHistogramValues",
+        "c_nvmlEccSramErrorStatus_v1_t",
+        "c_nvmlGpuFabricInfo_v3_t",
+        "nvmlPciInfo_t",
+        "c_nvmlEventData_t",
         "c_nvmlGpmMetric_t",
         "c_nvmlGpmMetricsGet_t",
     ],

@@ -276,6 +276,65 @@ COUNTERS = frozenset(
 )
 
 
+MIDDLE_S = 5.0
+HOST_S = 10.0
+DCGM_S = 15.0
+SLOW_S = 60.0
+
+PERIODS_S: Mapping[Signal, float] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            (signal for signal in COUNTERS if signal not in (Signal.IB_CARRIER_CHANGES, Signal.HOST_OOM_KILLS)),
+            MIDDLE_S,
+        ),
+        **dict.fromkeys(
+            (
+                Signal.GPU_UTILIZATION,
+                Signal.GPU_MEMORY_CLOCK,
+                Signal.GPU_PCIE_GENERATION,
+                Signal.GPU_PCIE_WIDTH,
+                Signal.GPU_NVLINKS,
+                Signal.GPU_NVLINKS_DOWN,
+                Signal.GPU_NVLINK_BER,
+            ),
+            MIDDLE_S,
+        ),
+        **dict.fromkeys((signal for signal in Signal if signal.startswith("host_")), HOST_S),
+        Signal.DCGM_ANSWERS: DCGM_S,
+        Signal.GPU_NVLINK_RATE: DCGM_S,
+        **dict.fromkeys(
+            (
+                Signal.GPU_ECC_ENABLED,
+                Signal.GPU_ECC_CORRECTED,
+                Signal.GPU_ECC_UNCORRECTED,
+                Signal.GPU_ECC_CORRECTED_EVER,
+                Signal.GPU_ECC_UNCORRECTED_EVER,
+                Signal.GPU_SRAM_THRESHOLD,
+                Signal.GPU_ROWS_CORRECTABLE,
+                Signal.GPU_ROWS_UNCORRECTABLE,
+                Signal.GPU_ROW_PENDING,
+                Signal.GPU_ROW_FAILURE,
+                Signal.GPU_BANKS_EXHAUSTED,
+                Signal.GPU_FABRIC_STATE,
+                Signal.GPU_FABRIC_SUMMARY,
+                Signal.GPU_FABRIC_MASK,
+                Signal.GPU_PCIE_GENERATION_MAX,
+                Signal.GPU_PCIE_WIDTH_MAX,
+                Signal.GPU_SM_CLOCK_MAX,
+                Signal.GPU_POWER_LIMIT,
+                Signal.GPU_MIG,
+                Signal.GPU_SLOWDOWN_LIMIT,
+                Signal.GPU_SLOWDOWN_OFFSET,
+                Signal.GPU_MEMORY_LIMIT,
+            ),
+            SLOW_S,
+        ),
+    }
+)
+"""How often a signal is looked at where that is not at each of the agent's looks: so far apart are readings that follow
+each other."""
+
+
 class ClockReason(IntFlag):
     """Why the clocks are not at their highest (`nvml.h`, nvmlClocksEventReason…)."""
 

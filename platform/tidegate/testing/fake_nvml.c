@@ -16,7 +16,19 @@
      gpu.3.delay_ms=60000     every call on this GPU hangs this long, or until the line says otherwise
      gpu.3.field.230.0=1      field value, by field id and scope
      gpu.3.gpm.5=41.5         GPM metric, by its id, in NVML's unit
-   and uuid, name, margin, util, mem_total, mem_used, power_mw, processes (how many it lists). A key that is missing reads as NOT_SUPPORTED. */
+     gpu.3.xid_seq=1:79       XID 79 happens when the number before the colon changes
+     sys.wait_error=15        waiting for events returns this code
+     gpu.3.clock.1=1980       clock (1: SM, 2: memory) in MHz; clock_max.1 the highest
+     gpu.3.reasons=0x40       why clocks are low; `reasons_v=!13`: only the newer of the two calls
+     gpu.3.ecc.1.0=2          ECC errors by kind (1: uncorrected) and counter (0: volatile, 1: aggregate); ecc_mode=1
+     gpu.3.rows=0,1,1,0       remapped rows: correctable, uncorrectable, pending, failure
+     gpu.3.banks=640,0,0,0,2  banks by spare rows left: max, high, partial, low, none
+     gpu.3.fabric=3,1,0       fabric: state, health summary, health mask
+     gpu.3.threshold.1=89     temperature threshold by NVML's number
+     gpu.3.nvlink.7=0         nvmlDeviceGetNvLinkState of one link
+   and uuid, name, pci, margin, util, mem_total, mem_used, power_mw, power_limit_mw, energy_mj, processes (how many it
+   lists), mig, sram_threshold, pcie_gen, pcie_gen_max, pcie_width, pcie_width_max, events (mask of what it can tell).
+   A key that is missing reads as NOT_SUPPORTED. */
 
 #define _GNU_SOURCE
 #include <pthread.h>
@@ -35,10 +47,11 @@ enum {
     NOT_SUPPORTED = 3,
     INSUFFICIENT_SIZE = 7,
     DRIVER_NOT_LOADED = 9,
+    TIMEOUT = 10,
     ARGUMENT_VERSION_MISMATCH = 25,
 };
 
-enum { MAX_GPUS = 64, MAX_LINES = 4096, KEY_SIZE = 96, VALUE_SIZE = 160, MAX_FUNCTIONS = 32 };
+enum { MAX_GPUS = 64, MAX_LINES = 4096, KEY_SIZE = 96, VALUE_SIZE = 160, MAX_FUNCTIONS = 64 };
 
 typedef int nvmlReturn_t;
 
@@ -552,6 +565,250 @@ nvmlReturn_t nvmlGpmMetricsGet(nvmlGpmMetricsGet_t *request) {
     return SUCCESS;
 }
 
+/* --- NVML: counters, limits and states ---------------------------------------------------------------------------- */
+
+static nvmlReturn_t ask_long(const struct device *device, const char *function, const char *key,
+                             unsigned long long *out) {
+    char text[VALUE_SIZE];
+    nvmlReturn_t code = ask(device, function, key, text);
+    if (code == SUCCESS)
+        *out = strtoull(text, NULL, 0);
+    return code;
+}
+
+/* `3,1,0`: as many numbers as there is room for; what the line lacks is 0. */
+static nvmlReturn_t ask_list(const struct device *device, const char *function, const char *key, unsigned int *out,
+                             int room) {
+    char text[VALUE_SIZE];
+    nvmlReturn_t code = ask(device, function, key, text);
+    if (code != SUCCESS)
+        return code;
+    char *rest = text;
+    for (int i = 0; i < room; i++) {
+        out[i] = (unsigned int)strtoul(rest, &rest, 0);
+        if (*rest == ',')
+            rest++;
+    }
+    return SUCCESS;
+}
+
+static nvmlReturn_t ask_numbered(const struct device *device, const char *function, const char *key, int number,
+                                 unsigned int *out) {
+    char full[KEY_SIZE];
+    snprintf(full, sizeof full, "%s.%d", key, number);
+    return ask_unsigned(device, function, full, out);
+}
+
+nvmlReturn_t nvmlDeviceGetClockInfo(struct device *device, int type, unsigned int *megahertz) {
+    return ask_numbered(device, __func__, "clock", type, megahertz);
+}
+
+nvmlReturn_t nvmlDeviceGetMaxClockInfo(struct device *device, int type, unsigned int *megahertz) {
+    return ask_numbered(device, __func__, "clock_max", type, megahertz);
+}
+
+nvmlReturn_t nvmlDeviceGetCurrentClocksThrottleReasons(struct device *device, unsigned long long *mask) {
+    return ask_long(device, __func__, "reasons", mask);
+}
+
+nvmlReturn_t nvmlDeviceGetCurrentClocksEventReasons(struct device *device, unsigned long long *mask) {
+    nvmlReturn_t code = ask_long(device, __func__, "reasons_v", mask);
+    return code == NOT_SUPPORTED ? ask_long(device, __func__, "reasons", mask) : code;
+}
+
+nvmlReturn_t nvmlDeviceGetEnforcedPowerLimit(struct device *device, unsigned int *milliwatts) {
+    return ask_unsigned(device, __func__, "power_limit_mw", milliwatts);
+}
+
+nvmlReturn_t nvmlDeviceGetTotalEnergyConsumption(struct device *device, unsigned long long *millijoules) {
+    return ask_long(device, __func__, "energy_mj", millijoules);
+}
+
+nvmlReturn_t nvmlDeviceGetEccMode(struct device *device, unsigned int *current, unsigned int *pending) {
+    nvmlReturn_t code = ask_unsigned(device, __func__, "ecc_mode", current);
+    *pending = *current;
+    return code;
+}
+
+nvmlReturn_t nvmlDeviceGetTotalEccErrors(struct device *device, int kind, int counter, unsigned long long *count) {
+    char key[KEY_SIZE];
+    snprintf(key, sizeof key, "ecc.%d.%d", kind, counter);
+    return ask_long(device, __func__, key, count);
+}
+
+nvmlReturn_t nvmlDeviceGetRemappedRows(struct device *device, unsigned int *correctable, unsigned int *uncorrectable,
+                                       unsigned int *pending, unsigned int *failure) {
+    unsigned int rows[4];
+    nvmlReturn_t code = ask_list(device, __func__, "rows", rows, 4);
+    if (code == SUCCESS) {
+        *correctable = rows[0];
+        *uncorrectable = rows[1];
+        *pending = rows[2];
+        *failure = rows[3];
+    }
+    return code;
+}
+
+typedef struct {
+    unsigned int max, high, partial, low, none;
+} nvmlRowRemapperHistogramValues_t;
+
+nvmlReturn_t nvmlDeviceGetRowRemapperHistogram(struct device *device, nvmlRowRemapperHistogramValues_t *out) {
+    return ask_list(device, __func__, "banks", &out->max, 5);
+}
+
+typedef struct {
+    unsigned int version;
+    unsigned long long counts[11];
+    unsigned int threshold_exceeded;
+} nvmlEccSramErrorStatus_v1_t;
+
+nvmlReturn_t nvmlDeviceGetSramEccErrorStatus(struct device *device, nvmlEccSramErrorStatus_v1_t *out) {
+    if (out->version != VERSION_1(nvmlEccSramErrorStatus_v1_t))
+        return ARGUMENT_VERSION_MISMATCH;
+    return ask_unsigned(device, __func__, "sram_threshold", &out->threshold_exceeded);
+}
+
+nvmlReturn_t nvmlDeviceGetCurrPcieLinkGeneration(struct device *device, unsigned int *generation) {
+    return ask_unsigned(device, __func__, "pcie_gen", generation);
+}
+
+nvmlReturn_t nvmlDeviceGetMaxPcieLinkGeneration(struct device *device, unsigned int *generation) {
+    return ask_unsigned(device, __func__, "pcie_gen_max", generation);
+}
+
+nvmlReturn_t nvmlDeviceGetCurrPcieLinkWidth(struct device *device, unsigned int *lanes) {
+    return ask_unsigned(device, __func__, "pcie_width", lanes);
+}
+
+nvmlReturn_t nvmlDeviceGetMaxPcieLinkWidth(struct device *device, unsigned int *lanes) {
+    return ask_unsigned(device, __func__, "pcie_width_max", lanes);
+}
+
+nvmlReturn_t nvmlDeviceGetNvLinkState(struct device *device, unsigned int link, unsigned int *active) {
+    return ask_numbered(device, __func__, "nvlink", (int)link, active);
+}
+
+nvmlReturn_t nvmlDeviceGetMigMode(struct device *device, unsigned int *current, unsigned int *pending) {
+    nvmlReturn_t code = ask_unsigned(device, __func__, "mig", current);
+    *pending = *current;
+    return code;
+}
+
+nvmlReturn_t nvmlDeviceGetTemperatureThreshold(struct device *device, int threshold, unsigned int *celsius) {
+    return ask_numbered(device, __func__, "threshold", threshold, celsius);
+}
+
+typedef struct {
+    unsigned int version;
+    unsigned char cluster_uuid[16];
+    nvmlReturn_t status;
+    unsigned int clique;
+    unsigned char state;
+    unsigned int health_mask;
+    unsigned char health_summary;
+} nvmlGpuFabricInfo_v3_t;
+
+nvmlReturn_t nvmlDeviceGetGpuFabricInfoV(struct device *device, nvmlGpuFabricInfo_v3_t *out) {
+    if (out->version != (sizeof *out | 3u << 24))
+        return ARGUMENT_VERSION_MISMATCH;
+    unsigned int found[3];
+    nvmlReturn_t code = ask_list(device, __func__, "fabric", found, 3);
+    if (code == SUCCESS) {
+        out->status = SUCCESS;
+        out->state = (unsigned char)found[0];
+        out->health_summary = (unsigned char)found[1];
+        out->health_mask = found[2];
+    }
+    return code;
+}
+
+typedef struct {
+    char bus_id_legacy[16];
+    unsigned int domain, bus, device, device_id, subsystem_id;
+    char bus_id[32];
+} nvmlPciInfo_t;
+
+nvmlReturn_t nvmlDeviceGetPciInfo_v3(struct device *device, nvmlPciInfo_t *out) {
+    return ask_text(device, __func__, "pci", out->bus_id, sizeof out->bus_id);
+}
+
+/* --- NVML: events (only what happens after a GPU was registered; a quiet wait ends with TIMEOUT) ------------------- */
+
+enum { EVENT_XID = 8 };
+
+typedef struct {
+    bool registered[MAX_GPUS];
+    long seen[MAX_GPUS];
+} nvmlEventSet;
+
+typedef struct {
+    struct device *device;
+    unsigned long long type, data;
+    unsigned int gpu_instance, compute_instance;
+} nvmlEventData_t;
+
+/* Caller holds the mutex. The number of the last XID and the XID; 0 if there was none. */
+static long last_xid(int gpu, unsigned long long *xid) {
+    const char *value;
+    if (gpu_value(gpu, "xid_seq", &value) != SUCCESS || strchr(value, ':') == NULL)
+        return 0;
+    *xid = strtoull(strchr(value, ':') + 1, NULL, 0);
+    return atol(value);
+}
+
+nvmlReturn_t nvmlEventSetCreate(nvmlEventSet **set) {
+    *set = calloc(1, sizeof **set);
+    return SUCCESS;
+}
+
+nvmlReturn_t nvmlEventSetFree(nvmlEventSet *set) {
+    free(set);
+    return SUCCESS;
+}
+
+nvmlReturn_t nvmlDeviceGetSupportedEventTypes(struct device *device, unsigned long long *types) {
+    return ask_long(device, __func__, "events", types);
+}
+
+nvmlReturn_t nvmlDeviceRegisterEvents(struct device *device, unsigned long long types, nvmlEventSet *set) {
+    int gpu;
+    nvmlReturn_t code = enter(device, __func__, &gpu);
+    if (code != SUCCESS)
+        return code;
+    unsigned long long xid;
+    set->registered[gpu] = (types & EVENT_XID) != 0;
+    set->seen[gpu] = last_xid(gpu, &xid);
+    pthread_mutex_unlock(&mutex);
+    return SUCCESS;
+}
+
+nvmlReturn_t nvmlEventSetWait_v2(nvmlEventSet *set, nvmlEventData_t *out, unsigned int timeout_ms) {
+    for (unsigned int waited = 0;; waited += 10) {
+        nvmlReturn_t code = enter_system();
+        if (code != SUCCESS)
+            return code;
+        code = (nvmlReturn_t)system_number("sys.wait_error");
+        for (int gpu = 0; code == SUCCESS && gpu < MAX_GPUS; gpu++) {
+            unsigned long long xid = 0;
+            long number = set->registered[gpu] ? last_xid(gpu, &xid) : 0;
+            if (number == 0 || number == set->seen[gpu])
+                continue;
+            set->seen[gpu] = number;
+            *out = (nvmlEventData_t){.device = &devices[gpu], .type = EVENT_XID, .data = xid,
+                                     .gpu_instance = 0xFFFFFFFF, .compute_instance = 0xFFFFFFFF};
+            pthread_mutex_unlock(&mutex);
+            return SUCCESS;
+        }
+        pthread_mutex_unlock(&mutex);
+        if (code != SUCCESS)
+            return code;
+        if (waited >= timeout_ms)
+            return TIMEOUT;
+        nap(10);
+    }
+}
+
 /* --- what the contract test compares with nvidia-ml-py's own structs --------------------------------------------- */
 
 unsigned long fake_nvml_sizeof(const char *type) {
@@ -566,6 +823,11 @@ unsigned long fake_nvml_sizeof(const char *type) {
         {"c_nvmlMemory_v2_t", sizeof(nvmlMemory_v2_t)},
         {"c_nvmlProcessInfo_v2_t", sizeof(nvmlProcessInfo_t)},
         {"c_nvmlFieldValue_t", sizeof(nvmlFieldValue_t)},
+        {"c_nvmlRowRemapperHistogramValues", sizeof(nvmlRowRemapperHistogramValues_t)},
+        {"c_nvmlEccSramErrorStatus_v1_t", sizeof(nvmlEccSramErrorStatus_v1_t)},
+        {"c_nvmlGpuFabricInfo_v3_t", sizeof(nvmlGpuFabricInfo_v3_t)},
+        {"nvmlPciInfo_t", sizeof(nvmlPciInfo_t)},
+        {"c_nvmlEventData_t", sizeof(nvmlEventData_t)},
         {"c_nvmlGpmMetric_t", sizeof(nvmlGpmMetric_t)},
         {"c_nvmlGpmMetricsGet_t", sizeof(nvmlGpmMetricsGet_t)},
     };

@@ -57,6 +57,50 @@ def uuid_of(node: str, index: int) -> GpuId:
     return GpuId(f"GPU-{uuid.uuid5(uuid.NAMESPACE_DNS, f'{index}.{node}.gpu.tidegate')}")
 
 
+H100_LINKS = 18
+H100 = {
+    "clock.1": "1980",
+    "clock.2": "2619",
+    "clock_max.1": "1980",
+    "reasons": "0x0",
+    "power_limit_mw": "700000",
+    "energy_mj": "81234567890",
+    "ecc_mode": "1",
+    "ecc.0.0": "0",
+    "ecc.0.1": "0",
+    "ecc.1.0": "0",
+    "ecc.1.1": "0",
+    "rows": "0,0,0,0",
+    "banks": "2560,0,0,0,0",
+    "sram_threshold": "0",
+    "pcie_gen": "5",
+    "pcie_gen_max": "5",
+    "pcie_width": "16",
+    "pcie_width_max": "16",
+    "fabric": "3,1,0",
+    "mig": "0",
+    "events": "0x8",
+    "gpm.2": "97.0",
+    "gpm.10": "38.5",
+    "gpm.20": "1200.0",
+    "gpm.21": "900.0",
+    "gpm.60": "98000.0",
+    "gpm.61": "97500.0",
+    "field.82.0": "66",
+    "field.194.0": "-2",
+    "field.230.0": "0",
+    "field.94.0": "0",
+    "field.179.0": "0",
+    "field.180.0": "0",
+    "field.74.0": "0",
+    "field.76.0": "0",
+    "field.269.0": "0",
+    "field.270.0": "0",
+    "field.271.0": "0",
+}
+"""What a healthy H100 at work reads besides the rest of its `GpuState`; each GPU may have its own line instead."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuState:
     """What one GPU reads at first. The defaults are an H100's at work."""
@@ -76,6 +120,8 @@ class GpuState:
     """Bytes."""
     tensor_percent: float | None = 41.5
     """GPM metric 5; None = a GPU without GPM, as before Hopper."""
+    links: int = H100_LINKS
+    """NVLinks, all active and without errors; 0 = a card without NVLink."""
 
 
 def gpus_of(node: str, count: int) -> tuple[GpuState, ...]:
@@ -141,7 +187,13 @@ def size_of(library: Path, struct: str) -> int:
 
 def _lines_of(gpus: tuple[GpuState, ...], driver: str) -> dict[str, str]:
     values = {"sys.driver": driver, "sys.count": str(len(gpus))}
+    values |= {f"gpu.*.{key}": value for key, value in H100.items()}
+    for link in range(max((gpu.links for gpu in gpus), default=0)):
+        values |= {f"gpu.*.field.165.{link}": "1"}
+        values |= {f"gpu.*.field.{counter}.{link}": "0" for counter in (161, 162, 163)}
     for index, gpu in enumerate(gpus):
+        values[f"gpu.{index}.pci"] = f"00000000:{0x18 + index:02X}:00.0"
+        values[f"gpu.{index}.field.91.0"] = str(gpu.links)
         for key in ("uuid", "name", "temp", "margin", "util", "power_mw", "mem_total", "mem_used"):
             values[f"gpu.{index}.{key}"] = str(getattr(gpu, key))
         if gpu.tensor_percent is not None:

@@ -14,16 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tidegate.clock import Clock, SystemClock
-from tidegate.health.readings import Reading, Round, Signal, Status
+from tidegate.health.readings import MIDDLE_S, Reading, Round, Signal, Status
 from tidegate.health.sources.saying import Every, Voice, cause_of
 from tidegate.ids import NodeId
 
 logger = logging.getLogger(__name__)
 
 ROOT = Path("/sys/class/infiniband")
-COUNTERS_EVERY_S = 5.0
-"""Hardware counters are asked of the card's firmware: more often costs and shows nothing."""
-
 _WORD_BYTES = 4
 """port_rcv_data and port_xmit_data count words of four bytes (C134)."""
 _TRAFFIC: Mapping[str, Signal] = {
@@ -89,8 +86,9 @@ class InfinibandSource:
         *,
         node: NodeId,
         clock: Clock | None = None,
-        counters_every_s: float = COUNTERS_EVERY_S,
+        counters_every_s: float = MIDDLE_S,
     ) -> None:
+        """`counters_every_s`: counters are asked of the card's firmware; more often costs and shows nothing."""
         self._root = root
         self._clock = clock if clock is not None else SystemClock()
         self._voice = Voice(node, self._clock)

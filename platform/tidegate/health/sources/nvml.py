@@ -1,44 +1,39 @@
-"""NVML through nvidia-ml-py: temperature, thermal margin, tensor activity, memory and processes of every GPU here.
+"""NVML through nvidia-ml-py: all that the driver says of every GPU here, each value with its own return code.
 
 (The PyPI project is called `nvidia-ml-py`, its module `pynvml`; the PyPI project `pynvml` holds no bindings any more.)
 """
 
 from __future__ import annotations
 
-import ctypes
 import logging
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pynvml
 
 from tidegate.clock import Clock, SystemClock
-from tidegate.health.readings import ListedGpu, Reading, Round, Signal, Status
-from tidegate.health.sources.nvml_gpm import TensorActivity
+from tidegate.health.readings import MIDDLE_S, SLOW_S, ListedGpu, Reading, Round, Signal, Status
+from tidegate.health.sources import nvml_gpm, nvml_links
+from tidegate.health.sources.kmsg import pci_address
+from tidegate.health.sources.nvml_session import OtherLibraryError, connect, disconnect
+from tidegate.health.sources.nvml_values import (
+    HOT,
+    MIDDLE,
+    OLDER_CALL_HELPS,
+    SLOW,
+    STATUSES,
+    Answer,
+    Ask,
+    cause_of,
+    one,
+    unsupported,
+)
+from tidegate.health.sources.saying import Every
 from tidegate.ids import GpuId, NodeId
 
 logger = logging.getLogger(__name__)
 
-_PREFIX = "NVML_ERROR_"
-CAUSES = {getattr(pynvml, name): name.removeprefix(_PREFIX) for name in dir(pynvml) if name.startswith(_PREFIX)}
-"""NVML's return codes by name, e.g. 15 -> GPU_IS_LOST."""
-
-STATUSES = {
-    "NOT_SUPPORTED": Status.UNSUPPORTED,
-    "FUNCTION_NOT_FOUND": Status.UNSUPPORTED,
-    "ARGUMENT_VERSION_MISMATCH": Status.UNSUPPORTED,
-    "DEPRECATED": Status.UNSUPPORTED,
-    "NO_PERMISSION": Status.NO_PERMISSION,
-    "TIMEOUT": Status.TIMEOUT,
-    "GPU_IS_LOST": Status.LOST,
-    "RESET_REQUIRED": Status.LOST,
-    "GPU_NOT_FOUND": Status.LOST,
-    "IRQ_ISSUE": Status.LOST,
-}
-"""What a code says about the value; a code that isn't named (NO_DATA, NOT_READY, UNKNOWN, …): no value this time."""
-
-_OLDER_CALL_HELPS = ("FUNCTION_NOT_FOUND", "ARGUMENT_VERSION_MISMATCH", "DEPRECATED")
 _FIRST_RETRY_S = 1.0
 _LAST_RETRY_S = 30.0
 
@@ -50,9 +45,14 @@ class _Gpu:
     uuid: GpuId
     index: int
     handle: Any
-    tensor: TensorActivity = field(default_factory=TensorActivity)
+    name: str | None
+    pci: str | None
+    activity: nvml_gpm.Activity = field(default_factory=nvml_gpm.Activity)
+    links: nvml_links.NvLinks = field(default_factory=nvml_links.NvLinks)
     unsupported: dict[Signal, str] = field(default_factory=dict)
     """Signals that this GPU has told us it does not have, with the cause: not asked again."""
+    middle: Every = field(default_factory=lambda: Every(MIDDLE_S))
+    slow: Every = field(default_factory=lambda: Every(SLOW_S))
 
 
 class NvmlSource:
@@ -86,10 +86,10 @@ class NvmlSource:
                 self._connect()
             count = pynvml.nvmlDeviceGetCount()
         except pynvml.NVMLError as error:
-            return self._failed(_cause(error), str(error))
+            return self._failed(cause_of(error), str(error))
         except OSError as error:
             return self._failed("LIBRARY_NOT_FOUND", str(error))
-        except _OtherLibraryError as error:
+        except OtherLibraryError as error:
             return self._failed("OTHER_LIBRARY", str(error))
         self._rest_s, self._error = _FIRST_RETRY_S, None
         return self._read_gpus(count)
@@ -100,23 +100,13 @@ class NvmlSource:
             return
         self._open = False
         for gpu in self._gpus.values():
-            gpu.tensor.free()
+            gpu.activity.free()
         self._gpus.clear()
-        try:
-            pynvml.nvmlShutdown()
-        except pynvml.NVMLError as error:
-            # The driver is gone already; there is nothing left to close.
-            logger.info("NVML: shutdown says %s", _cause(error))
+        disconnect()
 
     def _connect(self) -> None:
-        ours = None
-        if self._library is not None:
-            # pynvml asks the loader for "libnvidia-ml.so.1": the loader gives it the one that is mapped by that name.
-            ours = ctypes.CDLL(self._library, mode=ctypes.RTLD_GLOBAL)
-        pynvml.nvmlInit()
+        connect(self._library)
         self._open = True
-        if ours is not None and pynvml.nvmlLib._handle != ours._handle:
-            raise _OtherLibraryError(f"this process had loaded another libnvidia-ml.so.1 before {self._library}")
         logger.info("NVML: driver %s answers", pynvml.nvmlSystemGetDriverVersion())
 
     def _failed(self, cause: str, detail: str) -> Round:
@@ -130,25 +120,29 @@ class NvmlSource:
     def _read_gpus(self, count: int) -> Round:
         unopened = {index: cause for index in range(count) if (cause := self._open_gpu(index)) is not None}
         opened = {gpu.uuid for gpu in self._gpus.values()}
-        before = {gpu.index: gpu.uuid for gpu in self._listed}
-        readings = [self._reading(self._node, Signal.NVML_ANSWERS, 1.0)]
+        before = {gpu.index: gpu for gpu in self._listed}
+        readings = [
+            self._reading(self._node, Signal.NVML_ANSWERS, 1.0),
+            self._reading(self._node, Signal.GPU_COUNT, float(count)),
+        ]
         listed = []
         for index in range(count):
             if index in unopened:
-                uuid = before.get(index)
-                if uuid is None or uuid in opened:  # never read, or NVML has renumbered since
-                    uuid = GpuId(f"unidentified-{self._node[:12]}-{index}")
-                readings.append(self._reading(uuid, Signal.GPU_ANSWERS, unopened[index]))
+                gpu = before.get(index)
+                if gpu is None or gpu.uuid in opened:  # never read, or NVML has renumbered since
+                    gpu = ListedGpu(uuid=GpuId(f"unidentified-{self._node[:12]}-{index}"), index=index)
+                readings.append(self._reading(gpu.uuid, Signal.GPU_ANSWERS, unopened[index]))
+                listed.append(gpu)
             else:
-                uuid = self._gpus[index].uuid
-                readings += self._read_gpu(self._gpus[index])
-            listed.append(ListedGpu(uuid=uuid, index=index))
+                here = self._gpus[index]
+                readings += self._read_gpu(here)
+                listed.append(ListedGpu(uuid=here.uuid, index=index, pci=here.pci))
         self._known |= opened
         for uuid in sorted(self._known.difference(gpu.uuid for gpu in listed)):
             readings.append(self._reading(uuid, Signal.GPU_ANSWERS, "GPU_NOT_FOUND"))
         self._listed = tuple(listed)
         self._open_again_once(readings)
-        return Round(gpus=self._listed, readings=tuple(readings))
+        return Round(gpus=self._listed, readings=tuple(self._without_its_peers_links(readings)))
 
     def _open_gpu(self, index: int) -> str | None:
         """Open and identify a GPU unless it is; the cause if that fails."""
@@ -158,39 +152,88 @@ class NvmlSource:
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
             uuid = GpuId(pynvml.nvmlDeviceGetUUID(handle))
         except pynvml.NVMLError as error:
-            return _cause(error)
-        self._gpus[index] = _Gpu(uuid=uuid, index=index, handle=handle)
+            return cause_of(error)
+        self._gpus[index] = _Gpu(uuid=uuid, index=index, handle=handle, name=_name(handle), pci=_pci(handle))
         return None
 
     def _read_gpu(self, gpu: _Gpu) -> list[Reading]:
-        asks: tuple[tuple[Signal, Callable[[Any], float]], ...] = (
-            (Signal.GPU_TEMPERATURE, self._temperature),
-            (Signal.GPU_MARGIN, pynvml.nvmlDeviceGetMarginTemperature),
-            (Signal.GPU_TENSOR_ACTIVE, gpu.tensor.ratio),
+        first = (
+            one(Signal.GPU_TEMPERATURE, self._temperature),
+            one(Signal.GPU_MARGIN, pynvml.nvmlDeviceGetMarginTemperature),
+            Ask(nvml_gpm.SIGNALS, gpu.activity.read),
         )
-        readings: list[Reading] = []
-        for signal, ask in asks:
-            gone = next((reading.cause for reading in readings if reading.status is Status.LOST), None)
-            # A lost GPU is not asked further: each call may take long, and the answer is known.
-            readings.append(self._ask(gpu, signal, ask) if gone is None else self._reading(gpu.uuid, signal, gone))
+        readings = self._ask(gpu, first)
         answers = self._reading(gpu.uuid, Signal.GPU_ANSWERS, self._answers(gpu, readings))
-        if answers.status is Status.OK:
-            readings.append(self._ask(gpu, Signal.GPU_MEMORY_USED, _memory_used))
-            readings.append(self._ask(gpu, Signal.GPU_PROCESSES, _processes))
+        if answers.status is not Status.OK:
+            return [answers, *readings]
+        now_s = self._clock.now_s()
+        readings += self._ask(gpu, HOT)
+        if gpu.middle.due(now_s):
+            readings += self._ask(gpu, MIDDLE)
+            readings += self._links(gpu)
+        if gpu.slow.due(now_s):
+            readings += self._ask(gpu, SLOW)
+        lost = next((reading.cause for reading in readings if reading.status is Status.LOST), None)
+        if lost is not None:
+            answers = self._reading(gpu.uuid, Signal.GPU_ANSWERS, lost)
         return [answers, *readings]
 
-    def _ask(self, gpu: _Gpu, signal: Signal, ask: Callable[[Any], float]) -> Reading:
-        if signal in gpu.unsupported:
-            return self._reading(gpu.uuid, signal, gpu.unsupported[signal])
-        try:
-            return self._reading(gpu.uuid, signal, float(ask(gpu.handle)))
-        except pynvml.NVMLError as error:
-            cause = _cause(error)
-        if STATUSES.get(cause) is Status.UNSUPPORTED:
-            gpu.unsupported[signal] = cause
-        return self._reading(gpu.uuid, signal, cause)
+    def _ask(self, gpu: _Gpu, asks: Iterable[Ask]) -> list[Reading]:
+        readings: list[Reading] = []
+        gone: str | None = None
+        for ask in asks:
+            if gone is not None:
+                # A lost GPU is not asked further: each call may take long, and the answer is known.
+                answers: Iterable[Answer] = [gone] * len(ask.signals)
+            elif all(signal in gpu.unsupported for signal in ask.signals):
+                answers = [gpu.unsupported[signal] for signal in ask.signals]
+            else:
+                try:
+                    answers = ask.call(gpu.handle)
+                except pynvml.NVMLError as error:
+                    answers = [cause_of(error)] * len(ask.signals)
+            for signal, answer in zip(ask.signals, answers, strict=True):
+                if isinstance(answer, str):
+                    if unsupported(answer):
+                        gpu.unsupported[signal] = answer
+                    elif STATUSES.get(answer) is Status.LOST:
+                        gone = answer
+                readings.append(self._reading(gpu.uuid, signal, answer))
+        return readings
 
-    def _answers(self, gpu: _Gpu, readings: list[Reading]) -> float | str:
+    def _links(self, gpu: _Gpu) -> list[Reading]:
+        try:
+            answers, detail = gpu.links.read(gpu.handle)
+        except pynvml.NVMLError as error:
+            answers, detail = dict.fromkeys(nvml_links.SIGNALS, cause_of(error)), None
+        return [
+            self._reading(gpu.uuid, signal, answer, detail if signal is Signal.GPU_NVLINKS_DOWN else None)
+            for signal, answer in answers.items()
+        ]
+
+    def _without_its_peers_links(self, readings: list[Reading]) -> list[Reading]:
+        """A GPU that shows no NVLink while others of its model here have some has lost them all (C137)."""
+        names = {gpu.uuid: gpu.name for gpu in self._gpus.values()}
+        most: dict[str | None, float] = {}
+        for reading in readings:
+            if reading.signal is Signal.GPU_NVLINKS and reading.value is not None:
+                name = names.get(GpuId(reading.subject))
+                most[name] = max(most.get(name, 0.0), reading.value)
+        bare = {
+            reading.subject: most.get(names.get(GpuId(reading.subject)), 0.0)
+            for reading in readings
+            if reading.signal is Signal.GPU_NVLINKS
+            and (reading.value == 0 or reading.status is Status.UNSUPPORTED)
+            and names.get(GpuId(reading.subject)) is not None
+        }
+        return [
+            self._reading(reading.subject, reading.signal, links, f"no link at all; its peers have {links:g}")
+            if reading.signal is Signal.GPU_NVLINKS_DOWN and (links := bare.get(reading.subject, 0.0)) > 0
+            else reading
+            for reading in readings
+        ]
+
+    def _answers(self, gpu: _Gpu, readings: list[Reading]) -> Answer:
         """1.0, or why this GPU as a whole does not answer: it says that it is lost, or not one of its values came."""
         lost = [reading.cause for reading in readings if reading.status is Status.LOST]
         if lost and lost[0] is not None:
@@ -201,7 +244,7 @@ class NvmlSource:
             # It may just have none of these values; any GPU can say its name.
             pynvml.nvmlDeviceGetUUID(gpu.handle)
         except pynvml.NVMLError as error:
-            return _cause(error)
+            return cause_of(error)
         return 1.0
 
     def _temperature(self, handle: Any) -> int:
@@ -210,7 +253,7 @@ class NvmlSource:
             try:
                 return int(pynvml.nvmlDeviceGetTemperatureV(handle, pynvml.NVML_TEMPERATURE_GPU))
             except pynvml.NVMLError as error:
-                if _cause(error) not in _OLDER_CALL_HELPS:
+                if cause_of(error) not in OLDER_CALL_HELPS:
                     raise
                 self._old_temperature_call = True
         return int(pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU))
@@ -224,31 +267,31 @@ class NvmlSource:
         if first_time:
             self.close()
 
-    def _reading(self, subject: str, signal: Signal, value: float | str) -> Reading:
+    def _reading(self, subject: str, signal: Signal, answer: Answer, detail: str | None = None) -> Reading:
         """A reading of a value, or of the cause why there is none."""
+        missing = isinstance(answer, str)
         return Reading(
             at_s=self._clock.now_s(),
             node=self._node,
             subject=subject,
             signal=signal,
-            value=None if isinstance(value, str) else value,
-            status=STATUSES.get(value, Status.STALE) if isinstance(value, str) else Status.OK,
-            cause=value if isinstance(value, str) else None,
+            value=None if missing else float(answer),
+            status=STATUSES.get(str(answer), Status.STALE) if missing else Status.OK,
+            cause=str(answer) if missing else None,
+            detail=detail,
         )
 
 
-class _OtherLibraryError(Exception):
-    """pynvml works on a library that is not the one we were told to use."""
+def _name(handle: Any) -> str | None:
+    try:
+        return str(pynvml.nvmlDeviceGetName(handle))
+    except pynvml.NVMLError:
+        return None  # only its peers' links are compared by it
 
 
-def _memory_used(handle: Any) -> int:
-    """Bytes, without what the driver keeps for itself: only the second layout tells the two apart."""
-    return int(pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2).used)
-
-
-def _processes(handle: Any) -> int:
-    return len(pynvml.nvmlDeviceGetComputeRunningProcesses(handle))
-
-
-def _cause(error: pynvml.NVMLError) -> str:
-    return CAUSES.get(error.value, f"CODE_{error.value}")
+def _pci(handle: Any) -> str | None:
+    try:
+        return pci_address(pynvml.nvmlDeviceGetPciInfo(handle).busId)
+    except pynvml.NVMLError as error:
+        logger.info("NVML: a GPU's PCI address: %s; kernel log lines on it stay under their address", cause_of(error))
+        return None
