@@ -131,6 +131,8 @@ class Steps:
                 peers = [reading(at_s, signal, middle, other) for other in list(GANG)[1:]]
                 return [*peers, reading(at_s, signal, far if bad else middle)]
             case Xid():
+                if not bad and condition.lifted_by:
+                    return [reading(at_s, signal, float(min(condition.lifted_by)))]
                 if not bad:
                     return [reading(at_s, Signal.GPU_ANSWERS, 1.0)]
                 code = min(condition.codes, default=999)

@@ -1,4 +1,4 @@
-"""Every rule of the table, by the same seven stories: just under, just over, flapping, gap, reset, saturation, restart."""
+"""Every rule of the table, by the same stories: just under, just over, flapping, gap, reset, saturation, restart."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_it_ends_as_it_says(name: str) -> None:
 
 @pytest.mark.parametrize("name", COUNTED)
 def test_old_totals_resets_and_ceilings(name: str) -> None:
-    """C130, C142: the first value is where counting starts; one that fell was reset; one at its ceiling says nothing."""
+    """C130, C142: counting starts at the first value; one that fell was reset; one at its ceiling says nothing."""
     rule = RULES[name]
     condition = rule.bad
     assert isinstance(condition, Rises)
