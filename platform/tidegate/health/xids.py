@@ -40,7 +40,7 @@ _WARN = (Action.WARN, When.NOW, Tier.GANG)
 _NODE_NOW = (Action.EVICT_NODE, When.NOW, Tier.NONE)
 _NODE_LATER = (Action.EVICT_NODE, When.NEXT_CHECKPOINT, Tier.NONE)
 _GPU_TWICE_A_DAY = (2, DAY_S, Action.EVICT_GPU, When.NOW)
-_RESET = "reset the GPU (all of its NVLink group idle) or reboot, then `tidegate health NODE --set-healthy`"
+_RESET = "reset the GPU (all of its NVLink group idle) or reboot, then `tidegate pardon` it"
 _RMA = "replace the GPU: its spare rows are used up"
 
 

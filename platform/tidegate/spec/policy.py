@@ -139,7 +139,7 @@ class FleetBrakeSpec(Model):
     nodes_per_domain: Annotated[int, Field(ge=1)] = 3
     """And so many of one network domain (node label `tidegate/domain`)."""
     window_s: Annotated[float, Field(gt=0, le=3600)] = 600.0
-    hard_faults: tuple[str, ...] = ("gpu_lost",)
+    hard_faults: tuple[str, ...] = ("gpu_lost", "nvlink_down", "gpu_count")
     """Rules that are never braked: what they find cannot compute, whatever the cause."""
 
 
