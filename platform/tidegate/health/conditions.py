@@ -112,6 +112,7 @@ class Against:
     otherwise: float | None = None
     """Stands in for the other where there is none; None = then there is no evidence."""
     calm: tuple[float, float] | None = None
+    """Values that are good whatever the other can be."""
 
     def seen(self, reading: Reading, around: Around) -> Seen:
         value, limit = value_of(reading), around.other(self.other)

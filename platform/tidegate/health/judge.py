@@ -11,12 +11,12 @@ from itertools import chain
 from tidegate.arbiter.messages import Action, Verdict, When
 from tidegate.health.conditions import FEWEST_PEERS, Above, Among, Around, Peers, Seen
 from tidegate.health.history import REPEAT_OFFENDER, Count, History, Key, Level, Subject, Trace
-from tidegate.health.listening import Listening, listening
+from tidegate.health.listening import Listening, plan_of
 from tidegate.health.readings import CEILINGS, EVENTS, Reading, Signal, Status
 from tidegate.health.rule import LATCHED, Rule
-from tidegate.health.rules import gap_s, rules_of
+from tidegate.health.rules import gap_s
 from tidegate.health.table import EDGE
-from tidegate.health.values import value_of
+from tidegate.health.values import BOUNDS, SENTINELS, value_of
 from tidegate.ids import GpuId, Tier
 from tidegate.spec.policy import HealthSpec
 
@@ -75,10 +75,10 @@ class _Look:
 
     def __init__(self, spec: HealthSpec, history: History, now_s: float, gangs: Mapping[str, str]) -> None:
         self._spec, self._now_s, self._gangs = spec, now_s, gangs
-        self._heard = listening(spec, bool(gangs))
-        known = {rule.name for rule in rules_of(spec)} | {REPEAT_OFFENDER}
+        plan = plan_of(spec, bool(gangs))
+        self._heard = plan.heard
         # A rule that an upgrade took out of the table has nobody left to lift its verdicts.
-        self._traces = {key: trace for key, trace in history.traces.items() if key.rule in known}
+        self._traces = {key: trace for key, trace in history.traces.items() if key.rule in plan.known}
         self._counts, self._levels = dict(history.counts), dict(history.levels)
         self._ports = set(history.ports)
         self._evicted_at_s = dict(history.evicted_at_s)
@@ -137,8 +137,9 @@ class _Look:
             self._judge(reading, listens)
 
     def _keep_level(self, reading: Reading) -> None:
-        value = value_of(reading)
-        if value is None:
+        value = reading.value
+        low, high = BOUNDS[reading.signal]
+        if value is None or not low <= value <= high or value in SENTINELS:
             return
         if reading.signal is Signal.IB_PORT_STATE and value == 4:
             self._ports.add(reading.subject)

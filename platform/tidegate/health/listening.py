@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from tidegate.health.conditions import Above, Against, Among, Below, Bits, OneOf, Replays, Rises, Says
+from tidegate.health.history import REPEAT_OFFENDER
 from tidegate.health.readings import EVENTS, Signal
 from tidegate.health.rule import Rule
 from tidegate.health.rules import gap_s, rules_of
-from tidegate.health.values import bounds_of
+from tidegate.health.values import BOUNDS
 from tidegate.spec.policy import HealthSpec
 
 _EVENT_FRESH_S = 60.0
@@ -39,13 +40,21 @@ class Listening:
     """The longest window that it is counted over."""
 
 
+@dataclass(frozen=True, slots=True)
+class Plan:
+    heard: Mapping[Signal, Listening]
+    known: frozenset[str]
+    """Names of all rules, also of those that no gang is known for."""
+
+
 @lru_cache(maxsize=16)
-def listening(spec: HealthSpec, in_gangs: bool) -> Mapping[Signal, Listening]:
-    """By signal. Rules that compare GPUs of a gang are left out where no gang is known."""
+def plan_of(spec: HealthSpec, in_gangs: bool) -> Plan:
+    """Rules that compare GPUs of a gang are left out where no gang is known."""
     rules = [rule for rule in rules_of(spec) if in_gangs or not rule.gang]
     levels = _levels(rules)
     signals = {rule.signal for rule in rules} | levels
-    return {signal: _listening(signal, rules, levels, spec) for signal in signals}
+    heard = {signal: _listening(signal, rules, levels, spec) for signal in signals}
+    return Plan(heard, frozenset(rule.name for rule in rules_of(spec)) | {REPEAT_OFFENDER})
 
 
 def _levels(rules: list[Rule]) -> frozenset[Signal]:
@@ -61,13 +70,13 @@ def _levels(rules: list[Rule]) -> frozenset[Signal]:
 
 def _listening(signal: Signal, rules: list[Rule], levels: frozenset[Signal], spec: HealthSpec) -> Listening:
     own = tuple(rule for rule in rules if rule.signal is signal)
-    low, high = bounds_of(signal)
+    low, high = BOUNDS[signal]
     bits = 0
     for rule in own:
         match rule.bad:
             case Bits():
                 bits |= rule.bad.mask
-            case Above() | Below() | OneOf() | Says():
+            case Above() | Below() | OneOf() | Says() | Against():
                 calm = rule.bad.calm or (math.inf, -math.inf)
                 low, high = max(low, calm[0]), min(high, calm[1])
             case _:

@@ -96,12 +96,13 @@ def _heat(spec: HealthSpec) -> tuple[Rule, ...]:
               good=cooled),
         _warn("margin_warn", "2", S.GPU_MARGIN, Below(limit=5, release=10, unit="°C"), "NVSentinel ADR-042",
               for_s=10.0, while_=(Guard(signal=S.GPU_TEMPERATURE, at_least=60),)),
-        _gpu("margin", "2", S.GPU_MARGIN, Against(other=S.GPU_SLOWDOWN_OFFSET, worse="<="), "field 194",
-             samples=2, while_=(Guard(signal=S.GPU_TEMPERATURE, at_least=60),)),
+        _gpu("margin", "2", S.GPU_MARGIN, Against(other=S.GPU_SLOWDOWN_OFFSET, worse="<=", calm=(10.0, math.inf)),
+             "field 194", samples=2, while_=(Guard(signal=S.GPU_TEMPERATURE, at_least=60),)),
         _warn("memory_temperature_warn", "3", S.GPU_MEMORY_TEMPERATURE, Above(limit=90, release=85, unit="°C"), _J,
               for_s=60.0),
         _gpu("memory_temperature", "3", S.GPU_MEMORY_TEMPERATURE,
-             Against(other=S.GPU_MEMORY_LIMIT, worse=">=", otherwise=95), "MEM_MAX of A100", for_s=10.0),
+             Against(other=S.GPU_MEMORY_LIMIT, worse=">=", otherwise=95, calm=(-math.inf, 85.0)),
+             "MEM_MAX of A100", for_s=10.0),
     )  # fmt: skip
 
 

@@ -24,10 +24,10 @@ _BOUNDS: Mapping[Signal, tuple[float, float]] = MappingProxyType(
     {
         Signal.GPU_TEMPERATURE: (1, 130),
         Signal.GPU_MEMORY_TEMPERATURE: (1, 130),
-        Signal.GPU_MEMORY_LIMIT: (1, 130),
+        Signal.GPU_MEMORY_LIMIT: (86, 130),
         Signal.GPU_SLOWDOWN_LIMIT: (1, 130),
         Signal.GPU_MARGIN: (-60, 130),
-        Signal.GPU_SLOWDOWN_OFFSET: (-60, 60),
+        Signal.GPU_SLOWDOWN_OFFSET: (-60, 9),
         Signal.GPU_CLOCK_REASONS: (0, 0xFFFF),
         Signal.GPU_POWER: (0.1, 5_000),
         Signal.GPU_SM_CLOCK: (1e6, 1e10),
@@ -64,8 +64,7 @@ _FLAGS = frozenset(
 )
 
 
-def bounds_of(signal: Signal) -> tuple[float, float]:
-    """The lowest and the highest value that can be true."""
+def _bounds_of(signal: Signal) -> tuple[float, float]:
     if signal in _BOUNDS:
         return _BOUNDS[signal]
     if signal in _FLAGS or signal in EVENTS:
@@ -75,6 +74,10 @@ def bounds_of(signal: Signal) -> tuple[float, float]:
     return (0, _NO_COUNT_FROM) if signal in COUNTERS else (0, 1e18)
 
 
+BOUNDS: Mapping[Signal, tuple[float, float]] = MappingProxyType({signal: _bounds_of(signal) for signal in Signal})
+"""The lowest and the highest value that can be true."""
+
+
 def value_of(reading: Reading) -> float | None:
     """The reading's value if it has one that can be true."""
     value = reading.value
@@ -82,5 +85,5 @@ def value_of(reading: Reading) -> float | None:
         return None
     if value in SENTINELS and reading.signal is not Signal.IB_SEND_WAIT:  # that counter does stick at 2^32 - 1
         return None
-    low, high = bounds_of(reading.signal)
+    low, high = BOUNDS[reading.signal]
     return value if low <= value <= high else None

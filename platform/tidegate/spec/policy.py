@@ -195,8 +195,8 @@ class HealthSpec(Model):
         return Path(self.state_dir).expanduser()
 
     def __hash__(self) -> int:
-        """By content, as for any frozen value, though `rules` is a mapping: the table of a policy is made once."""
-        return hash(self.model_dump_json())
+        """Of a few fields only, because each look asks for it; those that differ elsewhere are told apart by `==`."""
+        return hash((self.period_s, self.reading_deadline_s, self.temperature.limit_celsius, tuple(self.rules)))
 
 
 class GangSpec(Model):
