@@ -14,7 +14,7 @@ from tidegate.arbiter.messages import Action, HealthReport
 from tidegate.clock import SystemClock
 from tidegate.health.agent import HealthAgent, Reporter
 from tidegate.health.feeds import Feed
-from tidegate.health.judge import History
+from tidegate.health.history import History
 from tidegate.health.memory import FileMemory
 from tidegate.health.node_feeds import nvml_feed
 from tidegate.health.readings import Reading, Round, Signal, Source, Status
@@ -268,7 +268,7 @@ def test_a_person_can_set_a_lost_gpu_healthy(bench: Bench, state: NvmlState) -> 
         assert rules(await agent.tick()) == ["gpu_lost"]
         agent.set_healthy(uuid_of("node-a", 0))
         assert rules(await agent.tick()) == []
-        assert FileMemory(bench.file, "boot-1").load() == History(), "it is forgotten on disk too"
+        assert FileMemory(bench.file, "boot-1").load().traces == {}, "it is forgotten on disk too"
 
     asyncio.run(story())
 

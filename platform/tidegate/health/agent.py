@@ -16,7 +16,8 @@ from tidegate.clock import Clock
 from tidegate.errors import NoArbiterError
 from tidegate.health.events import EventFilter, named
 from tidegate.health.feeds import Feed, FeedRunner
-from tidegate.health.judge import Finding, History, judge
+from tidegate.health.history import History
+from tidegate.health.judge import Finding, judge
 from tidegate.health.latest import Latest
 from tidegate.health.readings import EVENTS, ListedGpu, Reading, Signal
 from tidegate.ids import GpuId, NodeId
@@ -182,11 +183,10 @@ class HealthAgent:
 
     def _judged(self, readings: Sequence[Reading]) -> HealthReport:
         now_s = self._clock.now_s()
-        before = {trace.standing for trace in self._history.traces}
         judgement = judge(readings, self._history, self._spec, now_s)
         self._history = judgement.history
         # Counts of rows that are on their way are not worth a write: losing them costs a sample, not a verdict.
-        if {trace.standing for trace in judgement.history.traces} != before:
+        if judgement.worth_saving:
             self._memory.save(judgement.history)
         self._log((*judgement.findings, *self._about_sources(now_s)), keep=not readings)
         self._verdicts = judgement.verdicts

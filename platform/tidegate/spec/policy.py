@@ -6,6 +6,7 @@ refused with the nearest right one. `tidegate.spec.load.load_policy` reads the f
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -150,8 +151,32 @@ class FleetBrakeSpec(Model):
     nodes_per_domain: Annotated[int, Field(ge=1)] = 3
     """And so many of one network domain (node label `tidegate/domain`)."""
     window_s: Annotated[float, Field(gt=0, le=3600)] = 600.0
-    hard_faults: tuple[str, ...] = ("gpu_lost",)
+    hard_faults: tuple[str, ...] = ("gpu_lost", "nvlink_down", "gpu_count")
     """Rules that are never braked: what they find cannot compute, whatever the cause."""
+
+
+class RuleOverride(Model):
+    """What the operator changes in one rule; what isn't named keeps the value of docs/health-rules.md."""
+
+    enabled: bool = True
+    """False: the rule is not there."""
+    limit: float | None = None
+    """The number above or below which a reading is bad, in the rule's own unit."""
+    release: float | None = None
+    """The number at which a reading is good again; between the two nothing changes."""
+    samples: Annotated[int, Field(ge=1, le=100_000)] | None = None
+    within_s: Seconds | None = None
+    for_s: SecondsOrZero | None = None
+    release_after_s: SecondsOrZero | None = None
+    action: Literal["warn", "evict_gpu", "evict_node"] | None = None
+    when: Literal["now", "next_checkpoint"] | None = None
+
+
+class RepeatOffenderSpec(Model):
+    """What has been taken out so often stays out until a person clears it (Meta's "lemon nodes")."""
+
+    evictions: Annotated[int, Field(ge=2)] = 3
+    within_s: Seconds = 7 * 86_400.0
 
 
 class HealthSpec(Model):
@@ -165,12 +190,26 @@ class HealthSpec(Model):
     agent_silent_after_s: Seconds = 15.0
     state_dir: str = "~/.tidegate/health"
     """Where each node's agent keeps its standing verdicts over its own restarts; on the node."""
+    gpus_per_node: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """What each node with GPUs is declared to hold; none = what it lists is taken for all that it has."""
+    ib_ports: tuple[str, ...] = ()
+    """The ports that gangs need, `mlx5_0/1`. None named: those of InfiniBand that were once seen active; Ethernet ports
+    (RoCE, bonds) are judged only if they are named."""
+    ib_port_gbits: Annotated[float, Field(gt=0)] | None = None
+    """Declared rate of each of them in Gbit/s, e.g. 400; none = not judged."""
     temperature: TemperatureRule = TemperatureRule()
+    rules: Mapping[str, RuleOverride] = Field(default_factory=dict)
+    """Changes to single rules by name; docs/health-rules.md lists them all."""
+    repeat_offender: RepeatOffenderSpec = RepeatOffenderSpec()
     fleet_brake: FleetBrakeSpec = FleetBrakeSpec()
 
     @property
     def state_path(self) -> Path:
         return Path(self.state_dir).expanduser()
+
+    def __hash__(self) -> int:
+        """Of a few fields only, because each look asks for it; those that differ elsewhere are told apart by `==`."""
+        return hash((self.period_s, self.reading_deadline_s, self.temperature.limit_celsius, tuple(self.rules)))
 
 
 class GangSpec(Model):
