@@ -153,7 +153,7 @@ def test_a_gateway_in_the_middle_that_gave_up_is_ambiguous(kind: str, stand_in: 
 
 def test_a_client_that_leaves_is_no_answer_and_no_second_request(kind: str, stand_in: StandIn) -> None:
     """Queue faces are told to stop, and only those have a word for it."""
-    stand_in.control(latency_s=2.0)
+    stand_in.control(latency_s=0.5)
     before = stand_in.stats()
 
     async def leave() -> None:
@@ -171,6 +171,7 @@ def test_a_client_that_leaves_is_no_answer_and_no_second_request(kind: str, stan
     assert after["requests"] == before["requests"] + 1
     if kind in QUEUES:
         assert after["cancelled"] == before["cancelled"] + 1
+    wait_until(lambda: stand_in.stats()["ongoing"] == 0, 5, "the work to stop, or to end for nobody")
 
 
 def test_what_never_began_is_known_dead_after_its_cancel(kind: str, stand_in: StandIn) -> None:
