@@ -121,6 +121,20 @@ class ProviderSpec(Model):
     """How long it is left alone after a failure, unless it says so itself by `Retry-After`."""
 
 
+class CanarySpec(Model):
+    """Pictures that each provider is asked for from time to time. They prove that it answers, and that it still makes
+    what it made. Each costs what any picture does."""
+
+    every_s: Seconds | None = None
+    """Between two canaries of one provider; none = only when a claim needs the way out proven."""
+    prompt: Annotated[str, Field(min_length=1)] = "a red cube beside a blue sphere on a white table"
+    seed: Annotated[int, Field(ge=0)] = 7
+    distance_max: Annotated[float, Field(gt=0, le=1)] = 0.25
+    """From its reference (`parity.distance`, 0 = alike, 1 = opposite): above it a picture has drifted."""
+    strikes: Annotated[int, Field(ge=1)] = 2
+    """Drifted canaries in a row that close a provider; as many good ones open it again."""
+
+
 class TemperatureRule(Model):
     limit_celsius: Celsius = 78.0
     """Above this the GPU leaves its gang at once (Krea 2 talk: remove the GPU, do not debug)."""
@@ -294,6 +308,7 @@ class Policy(Model):
     gang: GangSpec = GangSpec()
     health: HealthSpec = HealthSpec()
     purse: PurseSpec = PurseSpec()
+    canary: CanarySpec = CanarySpec()
     cluster: ClusterSpec = ClusterSpec()
     providers: tuple[ProviderSpec, ...] = ()
 

@@ -13,7 +13,7 @@ import httpx
 from PIL import Image, UnidentifiedImageError
 
 from tidegate.ids import ProviderName
-from tidegate.serve.providers.base import ProviderAmbiguousError, ProviderRefusedError
+from tidegate.serve.providers.base import ProviderAmbiguousError, ProviderRefusedError, WrongPictureError
 from tidegate.serve.work import Size
 from tidegate.spec.policy import ProviderSpec
 
@@ -127,7 +127,7 @@ class Wire:
         try:
             return base64.b64decode(str(encoded), validate=True)
         except binascii.Error as error:
-            raise ProviderAmbiguousError(self.name, f"a picture that is no base64: {error}") from None
+            raise WrongPictureError(self.name, f"a picture that is no base64: {error}") from None
 
     def checked(self, png: bytes, size: Size) -> bytes:
         """The same bytes, if they are a whole PNG of that size."""
@@ -136,9 +136,9 @@ class Wire:
                 image.verify()
                 got = Size(*image.size)
         except (UnidentifiedImageError, OSError, SyntaxError, Image.DecompressionBombError) as error:
-            raise ProviderAmbiguousError(self.name, f"a picture that is no PNG: {error}") from None
+            raise WrongPictureError(self.name, f"a picture that is no PNG: {error}") from None
         if got != size:
-            raise ProviderAmbiguousError(self.name, f"a picture of {got} instead of {size}")
+            raise WrongPictureError(self.name, f"a picture of {got} instead of {size}")
         return png
 
     def checked_number(self, got: int, asked: int) -> None:
