@@ -23,8 +23,9 @@ from tidegate.clock import Clock, SystemClock
 from tidegate.ids import GatewayId, PoolName, ProviderName, RequestId
 from tidegate.serve.admission import Limits, Refused, admit
 from tidegate.serve.api import BODY_LIMIT_BYTES, ApiError, images_answer, model_answer, models_answer, parse_body
-from tidegate.serve.arbiter_link import ArbiterLink
+from tidegate.serve.arbiter_link import ArbiterLink, canary_job
 from tidegate.serve.backends import Backends
+from tidegate.serve.canaries import Canaries
 from tidegate.serve.flow import Answer, Flow
 from tidegate.serve.ledger import Ledger, Outcome
 from tidegate.serve.providers import connect
@@ -101,6 +102,16 @@ class Gateway:
         self._flow = Flow(policy.serving, self._backends, RayPools(handles), self._providers, self._ledger, self._clock)
         self._tally = Tally()
         self._link = ArbiterLink(self._id, self._flow, self._backends, self._tally, limits, self._clock)
+        self._canaries = Canaries(
+            policy.canary,
+            self._providers,
+            self._flow,
+            self._backends,
+            canary_job(limits),
+            policy.arbiter.state_path / "parity",
+            self._clock,
+        )
+        self._watching = asyncio.get_running_loop().create_task(self._canaries.watch())
         self._talking = asyncio.get_running_loop().create_task(self._link.talk(ArbiterClient(timeout_s=2.0)))
 
     @api.post("/v1/images/generations")
@@ -186,6 +197,7 @@ class Gateway:
     async def __del__(self) -> None:
         """Serve calls this when the replica stops: nothing that was written may stay in memory."""
         self._talking.cancel()
+        self._watching.cancel()
         for provider in self._providers.values():
             await provider.aclose()
         self._ledger.close()
