@@ -42,6 +42,10 @@ class Answer:
     made: Made
     backend: str
     """`local/<pool>` or `provider/<name>`."""
+    queued_s: float
+    """From accepting the request to the start of the attempt that made it."""
+    computed_s: float
+    """GPU time here; at a provider, how long it took to answer."""
 
 
 @dataclass(slots=True)
@@ -90,18 +94,21 @@ class Flow:
             patience_until_s=accepted_at_s + self._spec.patience_s,
             deadline_s=accepted_at_s + self._spec.request_deadline_s,
             local_only=job.local_only,
+            priority=job.priority,
         )
         walk = _Walk(job, route)
         while True:
             place = await self.dispatcher.place(walk.route)
             if isinstance(place, Reject):
                 raise _gave_up(walk, place)
+            started_at_s = self._clock.now_s()
             try:
                 made = await self._attempt(walk, place)
             finally:
                 self.dispatcher.done(place)
             if made is not None:
-                return Answer(made, backend_name(place))
+                computed_s = made.compute_s or self._clock.now_s() - started_at_s
+                return Answer(made, backend_name(place), started_at_s - accepted_at_s, computed_s)
 
     async def _attempt(self, walk: _Walk, place: ToLocal | ToProvider) -> Made | None:
         """One try; None = it failed, and `walk` has learnt from it."""

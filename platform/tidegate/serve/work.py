@@ -34,6 +34,8 @@ class ImageJob:
     steps: int | None
     """Denoise steps; None = the model's own."""
     local_only: bool
+    priority: int = 0
+    """Lower ones are placed first; among equals the one that came first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,53 @@
+"""The gateway's addresses."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from tidegate.serve.api import ApiError
+from tidegate.serve.door import Door, refusal
+
+
+def build_api(door: Door) -> FastAPI:
+    """OpenAI's images API before `door`."""
+    api = FastAPI(title="tidegate", openapi_url=None)
+
+    @api.exception_handler(ApiError)
+    async def say_why(request: Request, error: ApiError) -> JSONResponse:
+        return refusal(error)
+
+    @api.exception_handler(HTTPException)
+    async def say_no_such_route(request: Request, error: HTTPException) -> JSONResponse:
+        refused = ApiError(error.status_code, f"{request.method} {request.url.path[:100]}: {error.detail}")
+        return JSONResponse(refused.body(), status_code=error.status_code, headers=error.headers)
+
+    @api.exception_handler(Exception)
+    async def say_our_fault(request: Request, error: Exception) -> JSONResponse:
+        # What it was stands in the log and the ledger: it may name things that are no client's business.
+        return refusal(ApiError(500, "the gateway failed at this request; its log says why", code="internal_error"))
+
+    @api.post("/v1/images/generations")
+    async def generations(request: Request) -> Response:
+        return await door.generate(request)
+
+    @api.get("/v1/models")
+    async def models() -> JSONResponse:
+        return JSONResponse(door.models())
+
+    @api.get("/v1/models/{name:path}")
+    async def model(name: str) -> JSONResponse:
+        return JSONResponse(door.model(name))
+
+    @api.get("/health")
+    async def health() -> JSONResponse:
+        """This process lives."""
+        return JSONResponse({"status": "ok"})
+
+    @api.get("/ready")
+    async def ready() -> JSONResponse:
+        return JSONResponse(door.ready())
+
+    return api
