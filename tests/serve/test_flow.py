@@ -431,3 +431,20 @@ def test_a_request_that_comes_back_keeps_its_place_in_the_line(street: Street) -
         assert house.pools.made.index(RequestId("0")) < 3
 
     street.run(story, Pools(turns=15))
+
+
+def test_the_stronger_class_is_placed_first(street: Street) -> None:
+    """Two of a lower class wait already; one of a higher class that comes later goes before them."""
+    pools = Pools(replicas=0)
+
+    async def story(house: House) -> None:
+        asked = []
+        for name, priority in (("batch-1", 1), ("batch-2", 1), ("interactive", 0)):
+            asked.append(asyncio.create_task(house.ask(name, priority=priority)))
+            await until(lambda: house.flow.dispatcher.waiting == len(asked), 5, f"{name} to wait")
+        pools.replicas = 1
+        house.flow.dispatcher.look()
+        await asyncio.gather(*asked)
+        assert pools.made[0] == "interactive"
+
+    street.run(story, pools, spec=ServingSpec(patience_s=5, request_deadline_s=5))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import random
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from tidegate.clock import Clock
@@ -16,9 +17,11 @@ from tidegate.ids import RequestId
 from tidegate.serve.admission import Admitted, Limits, Refused, Reply, admit
 from tidegate.serve.api import BODY_LIMIT_BYTES, ApiError, ImagesBody, model_answer, models_answer, parse_body
 from tidegate.serve.backends import Backends
+from tidegate.serve.callers import Caller, Callers
 from tidegate.serve.flow import Answer, Flow
 from tidegate.serve.ledger import Ledger, Outcome
 from tidegate.serve.pictures import encoded, images_answer, images_events
+from tidegate.serve.repeats import HEADER, Repeats
 
 
 class Counts(Protocol):
@@ -35,20 +38,32 @@ class Door:
     ledger: Ledger
     counts: Counts
     clock: Clock
+    callers: Callers
     started_at_s: float
+    repeats: Repeats = field(default_factory=Repeats)
 
     async def generate(self, request: Request) -> Response:
+        """`POST /v1/images/generations`. What has no key, or is too big to be read, never becomes a request."""
+        caller = self.callers.identify(request.headers.get("authorization"))
+        raw = await read(request)
+        key = request.headers.get(HEADER)
+        if key is None:
+            return await self._answered(raw, caller)
+        return await self.repeats.once(caller.name, key, raw, self.clock.now_s, partial(self._answered, raw, caller))
+
+    async def _answered(self, raw: bytes, caller: Caller) -> Response:
         request_id = RequestId(uuid.uuid4().hex)
         accepted_at_s = self.clock.now_s()
         self.ledger.accept(request_id, accepted_at_s)
         try:
-            admitted = self._admitted(await read(request), request_id)
-            answer = await self.flow.answer(admitted.job, accepted_at_s)
-            response = await self._handed_over(answer, admitted)
+            with caller.enter(accepted_at_s):
+                admitted = self._admitted(parse_body(raw, ImagesBody), request_id, caller)
+                answer = await self.flow.answer(admitted.job, accepted_at_s)
+                response = await self._handed_over(answer, admitted)
         except ApiError as error:
             response = refusal(error)
             self._end(request_id, accepted_at_s, _outcome_of(error), reason=error.message)
-        except (asyncio.CancelledError, ClientDisconnect):
+        except asyncio.CancelledError:
             self._end(request_id, accepted_at_s, Outcome.CANCELLED)
             raise
         except Exception as error:
@@ -60,10 +75,12 @@ class Door:
         response.headers["x-tidegate-request-id"] = request_id
         return response
 
-    def models(self) -> dict[str, Any]:
+    def models(self, request: Request) -> dict[str, Any]:
+        self.callers.identify(request.headers.get("authorization"))
         return models_answer([self.limits.model], self.started_at_s)
 
-    def model(self, name: str) -> dict[str, Any]:
+    def model(self, request: Request, name: str) -> dict[str, Any]:
+        self.callers.identify(request.headers.get("authorization"))
         if name != self.limits.model:
             raise ApiError(404, f"the model '{name[:100]}' does not exist", param="model", code="model_not_found")
         return model_answer(name, self.started_at_s)
@@ -74,13 +91,15 @@ class Door:
             raise ApiError(503, "no replica runs and no provider answers", code="no_capacity", retry_after_s=1.0)
         return {"status": "ready"}
 
-    def _admitted(self, raw: bytes, request_id: RequestId) -> Admitted:
+    def _admitted(self, body: ImagesBody, request_id: RequestId, caller: Caller) -> Admitted:
         admitted = admit(
-            parse_body(raw, ImagesBody),
+            body,
             self.limits,
             request=request_id,
             waiting=self.flow.dispatcher.waiting,
             drawn_seed=random.randrange(2**31),
+            keep_local=caller.local_only,
+            priority=caller.priority,
         )
         if isinstance(admitted, Refused):
             raise ApiError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Mapping
 
 from fastapi import FastAPI
@@ -17,6 +18,7 @@ from tidegate.ids import GatewayId, PoolName, ProviderName
 from tidegate.serve.admission import Limits
 from tidegate.serve.arbiter_link import ArbiterLink
 from tidegate.serve.backends import Backends
+from tidegate.serve.callers import Callers
 from tidegate.serve.door import Door
 from tidegate.serve.flow import Flow
 from tidegate.serve.ledger import Ledger
@@ -58,11 +60,12 @@ class Gateway:
     def __init__(self, policy: Policy, limits: Limits, handles: dict[PoolName, DeploymentHandle]) -> None:
         gateway = GatewayId(serve.get_replica_context().replica_id.unique_id)
         clock, tally = SystemClock(), Tally()
+        callers = Callers(policy.tenants, os.environ)
         self._ledger = Ledger(policy.arbiter.state_path / "ledger", gateway)
         backends = Backends(policy.providers, pools_seen)
         self._providers = {ProviderName(spec.name): connect(spec) for spec in policy.providers}
         flow = Flow(policy.serving, backends, RayPools(handles), self._providers, self._ledger, clock)
-        self._door = Door(limits, flow, backends, self._ledger, tally, clock, started_at_s=clock.now_s())
+        self._door = Door(limits, flow, backends, self._ledger, tally, clock, callers, started_at_s=clock.now_s())
         link = ArbiterLink(gateway, flow, backends, tally, limits, clock)
         self._talking = asyncio.get_running_loop().create_task(link.talk(ArbiterClient(timeout_s=2.0)))
 

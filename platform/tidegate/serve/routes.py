@@ -34,12 +34,12 @@ def build_api(door: Door) -> FastAPI:
         return await door.generate(request)
 
     @api.get("/v1/models")
-    async def models() -> JSONResponse:
-        return JSONResponse(door.models())
+    async def models(request: Request) -> JSONResponse:
+        return JSONResponse(door.models(request))
 
     @api.get("/v1/models/{name:path}")
-    async def model(name: str) -> JSONResponse:
-        return JSONResponse(door.model(name))
+    async def model(request: Request, name: str) -> JSONResponse:
+        return JSONResponse(door.model(request, name))
 
     @api.get("/health")
     async def health() -> JSONResponse:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ from tidegate.clock import SystemClock
 from tidegate.ids import GatewayId, PoolName, ProviderName
 from tidegate.serve.admission import Limits, parse_size
 from tidegate.serve.backends import Backends
+from tidegate.serve.callers import Callers
 from tidegate.serve.door import Door
 from tidegate.serve.flow import Flow
 from tidegate.serve.ledger import Ledger, Outcome
@@ -71,11 +73,12 @@ class NoCounts:
 def build_app(policy: Policy, limits: Limits, pools: LightPools, name: str) -> FastAPI:
     """The gateway's routes; what they hold is closed when the app's lifespan ends."""
     clock = SystemClock()
+    callers = Callers(policy.tenants, os.environ)
     ledger = Ledger(policy.arbiter.state_path / "ledger", GatewayId(name))
     backends = Backends(policy.providers, pools.seen)
     providers = {ProviderName(spec.name): connect(spec) for spec in policy.providers}
     flow = Flow(policy.serving, backends, pools, providers, ledger, clock)
-    api = build_api(Door(limits, flow, backends, ledger, NoCounts(), clock, started_at_s=clock.now_s()))
+    api = build_api(Door(limits, flow, backends, ledger, NoCounts(), clock, callers, started_at_s=clock.now_s()))
 
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
