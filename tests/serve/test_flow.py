@@ -448,3 +448,21 @@ def test_the_stronger_class_is_placed_first(street: Street) -> None:
         assert pools.made[0] == "interactive"
 
     street.run(story, pools, spec=ServingSpec(patience_s=5, request_deadline_s=5))
+
+
+def test_a_purchase_is_noted_before_it_is_made_and_unmade_when_refused(street: Street, stand_in: StandIn) -> None:
+    noted: list[tuple[bool, int]] = []
+    stand_in.control(fault="status", status=500, times=1)
+
+    async def buying(yes: bool) -> None:
+        noted.append((yes, stand_in.stats()["requests"]))
+
+    async def story(house: House) -> None:
+        now_s = SystemClock().now_s()
+        house.ledger.accept(JOB.request, now_s)
+        await house.flow.answer(JOB, now_s, deadline_s=now_s + 10, buying=buying)
+        house.ledger.end(JOB.request, now_s, Outcome.ANSWERED)
+
+    street.run(story, Pools(replicas=0), stand_in.spec(cooldown_s=0.1))
+    first = noted[0][1]
+    assert noted == [(True, first), (False, first + 1), (True, first + 1)]

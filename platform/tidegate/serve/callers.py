@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from tidegate.errors import PolicyError
 from tidegate.serve.api import ApiError
 from tidegate.serve.rate import Rate, take
+from tidegate.serve.webhooks import secret_bytes
 from tidegate.spec.secrets import read_secrets
 from tidegate.spec.tenants import TenantSpec
 
@@ -24,6 +25,9 @@ class Caller:
     suspended: bool = False
     rate: Rate | None = None
     concurrent_max: int | None = None
+    jobs_running_max: int | None = None
+    webhook_origins: tuple[str, ...] = ()
+    webhook_secret: bytes | None = field(default=None, repr=False)
     _due_s: float = field(default=0.0, init=False)
     _open: int = field(default=0, init=False)
 
@@ -41,16 +45,25 @@ class Caller:
                 code="concurrency_limit_exceeded",
                 retry_after_s=1.0,
             )
-        if self.rate is not None:
-            self._due_s, wait_s = take(self._due_s, self.rate, now_s)
-            if wait_s:
-                why = f"this key may ask {self.rate.per_min} times a minute"
-                raise ApiError(429, why, code="rate_limit_exceeded", retry_after_s=wait_s)
+        self.count(now_s)
         self._open += 1
         try:
             yield
         finally:
             self._open -= 1
+
+    def count(self, now_s: float) -> None:
+        """One more request, or job.
+
+        Raises:
+            ApiError: 429.
+        """
+        if self.rate is None:
+            return
+        self._due_s, wait_s = take(self._due_s, self.rate, now_s)
+        if wait_s:
+            why = f"this key may ask {self.rate.per_min} times a minute"
+            raise ApiError(429, why, code="rate_limit_exceeded", retry_after_s=wait_s)
 
 
 class Callers:
@@ -64,8 +77,9 @@ class Callers:
     def __init__(self, tenants: tuple[TenantSpec, ...], environ: Mapping[str, str]) -> None:
         self._by_key: dict[bytes, Caller] = {}
         self._anybody = None if tenants else Caller("anybody")
+        self._by_name: dict[str, Caller] = {} if self._anybody is None else {self._anybody.name: self._anybody}
         for tenant in tenants:
-            caller = _caller(tenant)
+            caller = self._by_name[tenant.name] = _caller(tenant, environ)
             where = f"tenants.{tenant.name}.key"
             for key in read_secrets(where, tenant.key_env, tenant.key_file, environ):
                 if self._by_key.setdefault(_digest(key), caller) is not caller:
@@ -90,8 +104,28 @@ class Callers:
             raise ApiError(403, "this key is suspended", code="key_suspended")
         return caller
 
+    def named(self, name: str) -> Caller:
+        """Whose job it is.
 
-def _caller(tenant: TenantSpec) -> Caller:
+        Raises:
+            ApiError: 403, since policy.yaml does not know it any more, or has suspended it.
+        """
+        caller = self._by_name.get(name)
+        if caller is None or caller.suspended:
+            raise ApiError(403, "this job's key is suspended", code="key_suspended")
+        return caller
+
+    def jobs_running_max(self) -> dict[str, int | None]:
+        return {name: caller.jobs_running_max for name, caller in self._by_name.items()}
+
+    def webhook_secret(self, name: str) -> bytes | None:
+        caller = self._by_name.get(name)
+        return None if caller is None else caller.webhook_secret
+
+
+def _caller(tenant: TenantSpec, environ: Mapping[str, str]) -> Caller:
+    where = f"tenants.{tenant.name}.webhook_secret"
+    secrets = read_secrets(where, tenant.webhook_secret_env, tenant.webhook_secret_file, environ)
     return Caller(
         tenant.name,
         local_only=tenant.local_only,
@@ -99,6 +133,9 @@ def _caller(tenant: TenantSpec) -> Caller:
         suspended=tenant.suspended,
         rate=None if tenant.requests_per_min is None else Rate(tenant.requests_per_min),
         concurrent_max=tenant.concurrent_max,
+        jobs_running_max=tenant.jobs_running_max,
+        webhook_origins=tenant.webhook_origins,
+        webhook_secret=secret_bytes(where, secrets[0]) if secrets else None,
     )
 
 

@@ -19,8 +19,10 @@ from tidegate.serve.admission import Limits
 from tidegate.serve.arbiter_link import ArbiterLink
 from tidegate.serve.backends import Backends
 from tidegate.serve.callers import Callers
+from tidegate.serve.desk import Desk
 from tidegate.serve.door import Door
 from tidegate.serve.flow import Flow
+from tidegate.serve.job_runner import open_jobs
 from tidegate.serve.ledger import Ledger
 from tidegate.serve.providers import connect
 from tidegate.serve.router_registry import pools_seen
@@ -65,7 +67,10 @@ class Gateway:
         backends = Backends(policy.providers, pools_seen)
         self._providers = {ProviderName(spec.name): connect(spec) for spec in policy.providers}
         flow = Flow(policy.serving, backends, RayPools(handles), self._providers, self._ledger, clock)
-        self._door = Door(limits, flow, backends, self._ledger, tally, clock, callers, started_at_s=clock.now_s())
+        desk = Desk(limits, flow, self._ledger, tally, clock)
+        self._jobs = open_jobs(policy, desk, callers, gateway)
+        self._jobs.start()
+        self._door = Door(desk, backends, clock, callers, self._jobs, started_at_s=clock.now_s())
         link = ArbiterLink(gateway, flow, backends, tally, limits, clock)
         self._talking = asyncio.get_running_loop().create_task(link.talk(ArbiterClient(timeout_s=2.0)))
 
@@ -76,6 +81,7 @@ class Gateway:
     async def __del__(self) -> None:
         """Serve calls this when the replica stops: nothing that was written may stay in memory."""
         self._talking.cancel()
+        await self._jobs.aclose()
         for provider in self._providers.values():
             await provider.aclose()
         self._ledger.close()

@@ -33,6 +33,22 @@ def build_api(door: Door) -> FastAPI:
     async def generations(request: Request) -> Response:
         return await door.generate(request)
 
+    @api.post("/v1/images/jobs")
+    async def submit_job(request: Request) -> Response:
+        return await door.submit_job(request)
+
+    @api.get("/v1/images/jobs")
+    async def list_jobs(request: Request) -> JSONResponse:
+        return JSONResponse(await door.list_jobs(request))
+
+    @api.get("/v1/images/jobs/{job}")
+    async def fetch_job(request: Request, job: str) -> JSONResponse:
+        return JSONResponse(await door.job(request, job))
+
+    @api.post("/v1/images/jobs/{job}/cancel")
+    async def cancel_job(request: Request, job: str) -> JSONResponse:
+        return JSONResponse(await door.cancel_job(request, job))
+
     @api.get("/v1/models")
     async def models(request: Request) -> JSONResponse:
         return JSONResponse(door.models(request))

@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 
 from tidegate.spec.base import Celsius, Port, Seconds, SecondsOrZero
 from tidegate.spec.base import Model as Model  # other rooms' settings are made of it too
+from tidegate.spec.jobs import JobsSpec
 from tidegate.spec.tenants import TenantSpec
 
 
@@ -280,6 +281,7 @@ class Policy(Model):
     purse: PurseSpec = PurseSpec()
     cluster: ClusterSpec = ClusterSpec()
     providers: tuple[ProviderSpec, ...] = ()
+    jobs: JobsSpec = JobsSpec()
     tenants: tuple[TenantSpec, ...] = ()
     """Who may ask for pictures; none = everybody, without a key."""
 

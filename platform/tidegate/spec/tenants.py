@@ -31,6 +31,23 @@ class TenantSpec(Model):
     local_only: bool = False
     """Its requests never leave for a provider, whatever they say themselves."""
 
+    jobs_running_max: Count | None = None
+    """Of its jobs so many are made at a time; the others are `backlogged`. None = as many as the gateways take."""
+    webhook_origins: tuple[Annotated[str, Field(pattern=r"^https?://[^/@\s]+$")], ...] = ()
+    """Where its jobs' webhooks may go, `https://hooks.example.com`; none = it may ask for none."""
+    webhook_secret_env: str | None = None
+    """Name of the environment variable with the secret that signs its webhooks (Standard Webhooks: `whsec_` and
+    base64)."""
+    webhook_secret_file: str | None = None
+
+    @model_validator(mode="after")
+    def _webhooks_are_signed(self) -> TenantSpec:
+        if bool(self.webhook_origins) != ((self.webhook_secret_env is None) != (self.webhook_secret_file is None)):
+            raise ValueError(
+                f"tenant {self.name!r}: webhook_origins needs webhook_secret_env or webhook_secret_file, one of them"
+            )
+        return self
+
     @model_validator(mode="after")
     def _one_place_for_the_key(self) -> TenantSpec:
         if (self.key_env is None) == (self.key_file is None):

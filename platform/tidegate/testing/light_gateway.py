@@ -24,8 +24,10 @@ from tidegate.ids import GatewayId, PoolName, ProviderName
 from tidegate.serve.admission import Limits, parse_size
 from tidegate.serve.backends import Backends
 from tidegate.serve.callers import Callers
+from tidegate.serve.desk import Desk
 from tidegate.serve.door import Door
 from tidegate.serve.flow import Flow
+from tidegate.serve.job_runner import open_jobs
 from tidegate.serve.ledger import Ledger, Outcome
 from tidegate.serve.providers import connect
 from tidegate.serve.router_registry import PoolSeen
@@ -78,11 +80,15 @@ def build_app(policy: Policy, limits: Limits, pools: LightPools, name: str) -> F
     backends = Backends(policy.providers, pools.seen)
     providers = {ProviderName(spec.name): connect(spec) for spec in policy.providers}
     flow = Flow(policy.serving, backends, pools, providers, ledger, clock)
-    api = build_api(Door(limits, flow, backends, ledger, NoCounts(), clock, callers, started_at_s=clock.now_s()))
+    desk = Desk(limits, flow, ledger, NoCounts(), clock)
+    jobs = open_jobs(policy, desk, callers, GatewayId(name))
+    api = build_api(Door(desk, backends, clock, callers, jobs, started_at_s=clock.now_s()))
 
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
+        jobs.start()
         yield
+        await jobs.aclose()
         for provider in providers.values():
             await provider.aclose()
         ledger.close()
