@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from light import MODEL, Light, running
 from PIL import Image
+from stand_in import StandIn
 
 from tidegate.serve.api import BODY_LIMIT_BYTES, ImagesBody
 from waiting import wait_until
@@ -184,6 +185,22 @@ def test_ready_only_while_somebody_could_answer(tmp_path: Path) -> None:
             generate(client)
         assert (refused.value.status_code, refused.value.code) == (503, "no_capacity")
         assert refused.value.response.headers["retry-after"] == "1"
+
+
+def test_a_stream_that_fails_has_a_status_of_its_own(tmp_path: Path, stand_in: StandIn) -> None:
+    """C166, C167: not a byte is out before the pictures are there, so nothing comes twice and no failure is a 200."""
+    policy = {
+        "serving": {"patience_s": 0.1, "request_deadline_s": 3.0},
+        "providers": [stand_in.spec(cooldown_s=0.1).model_dump(exclude_none=True)],
+    }
+    with running(Light(tmp_path, policy=policy, arguments=("--replicas", "0"))) as gateway, gateway.client() as client:
+        stand_in.control(fault="drop", times=1)
+        with pytest.raises(openai.InternalServerError) as lost:
+            generate(client, stream=True)
+        assert (lost.value.status_code, lost.value.code) == (504, "answer_lost")
+        stand_in.control(fault="status", status=500, times=1)  # the first attempt fails, the second one's answer is all
+        with generate(client, stream=True) as stream:
+            assert len(list(stream)) == 1
 
 
 def test_a_full_line_is_a_429_and_not_a_503(tmp_path: Path) -> None:
