@@ -74,7 +74,8 @@ def build(args: ImagesArgs) -> serve.Application:
         for node in gpu_nodes(ray.nodes(), args.nodes)
     }
     size = Size(recipe.image.width, recipe.image.height)
-    limits = Limits(model=args.model, sizes=(size,), quality_steps=args.quality_steps)
+    guidance = recipe.guidance
+    limits = Limits(model=args.model, sizes=(size,), guidance=guidance, quality_steps=args.quality_steps)
     gateway = Gateway.options(
         num_replicas=args.gateways,
         ray_actor_options={"num_cpus": 0, "label_selector": args.gateway_labels},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,13 +19,13 @@ from tidegate.serve.work import ImageJob, Made, Size
 LIMITS = Limits(model="m", sizes=(Size(8, 8), Size(16, 8)), waiting_max=5, quality_steps={"low": 4})
 
 
-def admitted(waiting: int = 0, **body: Any) -> Admitted | Refused:
+def admitted(waiting: int = 0, limits: Limits = LIMITS, **body: Any) -> Admitted | Refused:
     raw = json.dumps({"prompt": "a two"} | body).encode()
-    return admit(parse_body(raw, ImagesBody), LIMITS, request=RequestId("r"), waiting=waiting, drawn_seed=77)
+    return admit(parse_body(raw, ImagesBody), limits, request=RequestId("r"), waiting=waiting, drawn_seed=77)
 
 
-def decide(waiting: int = 0, **body: Any) -> ImageJob | Refused:
-    decided = admitted(waiting, **body)
+def decide(waiting: int = 0, limits: Limits = LIMITS, **body: Any) -> ImageJob | Refused:
+    decided = admitted(waiting, limits, **body)
     return decided if isinstance(decided, Refused) else decided.job
 
 
@@ -54,6 +55,22 @@ def test_quality_stands_for_steps_and_sides_for_a_size() -> None:
     job = decide(quality="low", width=16, height=8, size="16x8")
     assert isinstance(job, ImageJob)
     assert (job.steps, job.size) == (4, Size(16, 8))
+
+
+def test_guidance_and_what_it_leads_away_from() -> None:
+    limits = replace(LIMITS, guidance=0.0)
+    guided = decide(limits=limits, guidance_scale=4, negative_prompt="hands")
+    assert isinstance(guided, ImageJob)
+    assert (guided.guidance, guided.negative_prompt) == (4, "hands")
+    for body, param in (
+        ({"negative_prompt": "hands"}, "negative_prompt"),  # the model's own guidance is 0: it would have no effect
+        ({"negative_prompt": "x" * 4001, "guidance_scale": 1}, "negative_prompt"),
+        ({"guidance_scale": -1}, "guidance_scale"),
+        ({"guidance_scale": 31}, "guidance_scale"),
+    ):
+        refused = decide(limits=limits, **body)
+        assert isinstance(refused, Refused)
+        assert (refused.status, refused.param) == (400, param)
 
 
 def test_how_pictures_are_handed_over() -> None:

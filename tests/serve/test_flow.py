@@ -466,3 +466,16 @@ def test_a_purchase_is_noted_before_it_is_made_and_unmade_when_refused(street: S
     street.run(story, Pools(replicas=0), stand_in.spec(cooldown_s=0.1))
     first = noted[0][1]
     assert noted == [(True, first), (False, first + 1), (True, first + 1)]
+
+
+@pytest.mark.parametrize("more", [{"guidance": 3.0}, {"negative_prompt": "hands"}])
+def test_what_no_provider_has_a_word_for_never_leaves(street: Street, stand_in: StandIn, more: dict[str, Any]) -> None:
+    before = stand_in.stats()["requests"]
+
+    async def story(house: House) -> None:
+        with pytest.raises(ApiError) as refused:
+            await house.ask(**more)
+        assert refused.value.status == 503
+
+    street.run(story, Pools(replicas=0), stand_in.spec(), spec=ServingSpec(patience_s=0.1, request_deadline_s=0.2))
+    assert stand_in.stats()["requests"] == before

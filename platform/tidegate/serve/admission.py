@@ -17,8 +17,6 @@ SEED_LIMIT = 2**53
 _SIZE = re.compile(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,5})")
 
 _NOT_MADE = {
-    "negative_prompt": "the model is served without negative prompts; say it in 'prompt'",
-    "guidance_scale": "the model's own guidance is used; leave it out",
     "style": "the model knows no styles; describe it in 'prompt'",
     "complexity": "the model plans nothing beforehand; leave it out",
     "frame_count": "single pictures are made, no GIF; leave it out",
@@ -43,6 +41,9 @@ class Limits:
     """In one request, as OpenAI's own limit."""
     prompt_chars_max: int = 4000
     steps_max: int = 200
+    guidance: float | None = None
+    """The model's own; None = it can't be guided, and `guidance_scale` and `negative_prompt` are refused."""
+    guidance_max: float = 30.0
     quality_steps: Mapping[str, int] = field(default_factory=dict)
     """OpenAI's `quality` as denoise steps, `{low: 8, high: 28}`; one that isn't named is refused."""
     waiting_max: int = 2000
@@ -100,7 +101,7 @@ def admit(
             param="model",
             code="model_not_found",
         )
-    refused = _not_made(body) or _out_of_bounds(body, limits)
+    refused = _not_made(body) or _out_of_bounds(body, limits) or _unguided(body, limits)
     if refused is not None:
         return refused
     reply = _reply(body)
@@ -129,6 +130,8 @@ def admit(
         seed_asked=body.seed is not None,
         steps=steps,
         local_only=keep_local or bool(body.local_only),
+        guidance=body.guidance_scale,
+        negative_prompt=body.negative_prompt or "",
         priority=priority,
     )
     return Admitted(job, reply)
@@ -194,6 +197,21 @@ def _out_of_bounds(body: ImagesBody, limits: Limits) -> Refused | None:
     for name, value, low, high in ranges:
         if value is not None and not low <= value <= high:
             return _invalid(name, f"must be {low} to {high}, got {str(value)[:40]}")
+    return None
+
+
+def _unguided(body: ImagesBody, limits: Limits) -> Refused | None:
+    asked = {"guidance_scale": body.guidance_scale is not None, "negative_prompt": bool(body.negative_prompt)}
+    for name in (name for name in asked if asked[name] and limits.guidance is None):
+        why = f"'{name}': '{limits.model}' can't be guided; leave it out"
+        return Refused(status=400, message=why, param=name, code="unsupported_parameter")
+    guidance = limits.guidance if body.guidance_scale is None else body.guidance_scale
+    if guidance is not None and not 0 <= guidance <= limits.guidance_max:
+        return _invalid("guidance_scale", f"must be 0 to {limits.guidance_max:g}, got {guidance:g}")
+    if body.negative_prompt and not guidance:
+        return _invalid("negative_prompt", "has no effect without guidance; set guidance_scale above 0")
+    if body.negative_prompt and len(body.negative_prompt) > limits.prompt_chars_max:
+        return _invalid("negative_prompt", f"may have {limits.prompt_chars_max} characters")
     return None
 
 

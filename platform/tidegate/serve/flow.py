@@ -103,7 +103,8 @@ class Flow:
             accepted_at_s=accepted_at_s,
             patience_until_s=accepted_at_s + self._spec.patience_s,
             deadline_s=accepted_at_s + self._spec.request_deadline_s if deadline_s is None else deadline_s,
-            local_only=job.local_only,
+            # No provider's adapter has a word for these two, and one that left them out would make another picture.
+            local_only=job.local_only or job.guidance is not None or bool(job.negative_prompt),
             priority=job.priority,
         )
         walk = _Walk(job, route, buying)
