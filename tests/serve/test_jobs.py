@@ -126,9 +126,20 @@ def test_a_list_goes_page_by_page_from_the_newest(light: Light) -> None:
     rest = call(light, "GET", f"?limit=2&after={first['last_id']}&status=succeeded", OTHER).json()
     assert ([one["id"] for one in rest["data"]], rest["has_more"]) == ([jobs[0]], False)
     assert call(light, "GET", "?status=failed", OTHER).json()["data"] == []
-    for query, param in (("limit=0", "limit"), ("limit=x", "limit"), ("status=lost", "status")):
+    for query, param in (
+        ("limit=0", "limit"),
+        ("limit=x", "limit"),
+        ("status=lost", "status"),
+        ("after=job-x", "after"),
+    ):
         answer = call(light, "GET", f"?{query}", OTHER)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_names_of_the_callers_own_users_are_not_kept(light: Light) -> None:
+    ended(light, submit(light, user="jane-doe-of-acme", safety_identifier="jane-doe-hash"))
+    for path in (light.folder / "state").rglob("*"):
+        assert path.is_dir() or b"jane-doe" not in path.read_bytes(), path
 
 
 def test_a_key_stands_for_one_job(light: Light) -> None:

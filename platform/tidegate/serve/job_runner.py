@@ -41,6 +41,10 @@ _LOG = logging.getLogger("ray.serve")
 _LOST = ApiError(504, "its gateway ended while a provider was making it", code="answer_lost", retry=False)
 
 
+_NOT_KEPT = {"user", "safety_identifier"}
+"""Names of the caller's own users, which no picture needs."""
+
+
 class JobBody(ImagesBody):
     """The body of `POST /v1/images/jobs`."""
 
@@ -89,7 +93,7 @@ class Jobs:
             id=f"job-{uuid.uuid4().hex}",
             caller=caller.name,
             priority=caller.priority,
-            body=raw.decode(),
+            body=body.model_dump_json(exclude_none=True, exclude=_NOT_KEPT),
             model=self._desk.limits.model,
             seed=seed,
             webhook_url=body.webhook_url,
@@ -141,6 +145,9 @@ class Jobs:
         jobs = await self._in_store(
             partial(self._store.listed, caller.name, after=after, limit=limit + 1, statuses=statuses)
         )
+        if jobs is None:
+            # To begin anew would be to list for ever.
+            raise ApiError(400, f"'after': there is no job '{str(after)[:60]}'", param="after", code="invalid_value")
         data = [await self._shown(job, full=False) for job in jobs[:limit]]
         return {
             "object": "list",

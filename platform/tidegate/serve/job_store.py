@@ -110,15 +110,21 @@ class JobStore:
         row = self._db.execute(f"SELECT {_COLUMNS} FROM jobs WHERE id = ? AND caller = ?", (job, caller)).fetchone()
         return None if row is None else _job(row)
 
-    def listed(self, caller: str, *, after: str | None, limit: int, statuses: tuple[str, ...]) -> list[Job]:
-        """A caller's jobs without their pictures, the newest first, from the one after `after`."""
+    def listed(self, caller: str, *, after: str | None, limit: int, statuses: tuple[str, ...]) -> list[Job] | None:
+        """A caller's jobs without their pictures, the newest first, from the one after `after`; None where there is no
+        such job (any more)."""
+        last = 2**63 - 1
+        if after is not None:
+            found = self._db.execute("SELECT number FROM jobs WHERE id = ? AND caller = ?", (after, caller)).fetchone()
+            if found is None:
+                return None
+            last = found[0]
         marks = ", ".join("?" for _ in statuses)
         query = (
             f"SELECT {_LIGHT} FROM jobs WHERE caller = ? AND status IN ({marks})"
-            " AND number < coalesce((SELECT number FROM jobs WHERE id = ? AND caller = ?), 9e18)"
-            " ORDER BY number DESC LIMIT ?"
+            " AND number < ? ORDER BY number DESC LIMIT ?"
         )
-        rows = self._db.execute(query, (caller, *statuses, after, caller, limit))
+        rows = self._db.execute(query, (caller, *statuses, last, limit))
         return [_job(row) for row in rows.fetchall()]
 
     def running(self) -> dict[str, int]:

@@ -39,7 +39,7 @@ class Job:
     caller: str
     priority: int
     body: str
-    """JSON as the client sent it; checked."""
+    """JSON, checked; without the names of the caller's own users."""
     model: str
     seed: int
     """For where the client named none: drawn once, so that a job that is made again is the same pictures."""
