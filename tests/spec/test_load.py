@@ -49,7 +49,7 @@ def test_an_empty_file_is_all_defaults() -> None:
         ("arbiter: {tick_s: 0}", "arbiter.tick_s: input should be greater than 0, got 0"),
         ("serving: {patience_s: 999999999}", "serving.patience_s: input should be less than or equal to 2592000"),
         ("providers:\n- name: a\n- name: b\n  base_url: x\n", "policy.yaml:2: providers[0].base_url: missing"),
-        ("providers:\n- name: a\n  base_url: x\n  kind: fal\n", "policy.yaml:4: providers[0].kind"),
+        ("providers:\n- name: a\n  base_url: x\n  kind: fax\n", "policy.yaml:4: providers[0].kind"),
         (
             "providers:\n- {name: a, base_url: x}\n- {name: a, base_url: y}\n",
             "providers must have different names",

@@ -15,7 +15,8 @@ from tidegate.serve.backends import Backends
 from tidegate.serve.demand import Demand
 from tidegate.serve.dispatch import Dispatcher
 from tidegate.serve.ledger import CANARY, Attempt, AttemptOutcome, Ledger
-from tidegate.serve.providers.base import ImageProvider, ProviderAmbiguousError, ProviderRefusedError
+from tidegate.serve.providers.base import ImageProvider, ProviderAmbiguousError, ProviderRefusedError, WrongPictureError
+from tidegate.serve.providers.fields import wants
 from tidegate.serve.routing import Reject, RouteRequest, ToLocal, ToProvider
 from tidegate.serve.work import EngineFailedError, ImageJob, Made, PoolBusyError, PoolLostError
 from tidegate.spec.policy import ServingSpec
@@ -51,6 +52,15 @@ class Answer:
     """From accepting the request to the start of the attempt that made it."""
     computed_s: float
     """GPU time here; at a provider, how long it took to answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class CanaryPicture:
+    """Neither where none came."""
+
+    png: bytes | None = None
+    wrong: str | None = None
+    """What is wrong with one that can't even be compared."""
 
 
 @dataclass(slots=True)
@@ -103,9 +113,10 @@ class Flow:
             accepted_at_s=accepted_at_s,
             patience_until_s=accepted_at_s + self._spec.patience_s,
             deadline_s=accepted_at_s + self._spec.request_deadline_s if deadline_s is None else deadline_s,
-            # No provider's adapter has a word for these two, and one that left them out would make another picture.
-            local_only=job.local_only or job.guidance is not None or bool(job.negative_prompt),
+            local_only=job.local_only,
             priority=job.priority,
+            needs=wants(job),
+            images=job.images,
         )
         walk = _Walk(job, route, buying)
         while True:
@@ -135,7 +146,7 @@ class Flow:
                 case ToProvider(provider):
                     if walk.buying is not None:
                         await walk.buying(True)
-                    price_usd = self._backends.price_usd(provider, walk.job.images)
+                    price_usd = self._backends.price_usd(provider, walk.job.images, walk.job.size)
                     made = await self._try_provider(walk, provider, started_at_s)
             outcome = AttemptOutcome.ANSWERED
             return made
@@ -210,20 +221,24 @@ class Flow:
     async def canary(self, canary: str, job: ImageJob) -> tuple[CanaryResult, ...]:
         """Ask every provider for one small real picture, at the same time; resting ones too: this is how they are
         proven well again."""
-        return tuple(await asyncio.gather(*(self._canary(canary, name, job) for name in self._providers)))
+        asked = await asyncio.gather(*(self.canary_of(name, canary, job) for name in self._providers))
+        return tuple(result for result, _ in asked)
 
-    async def _canary(self, canary: str, name: ProviderName, job: ImageJob) -> CanaryResult:
+    async def canary_of(self, name: ProviderName, canary: str, job: ImageJob) -> tuple[CanaryResult, CanaryPicture]:
+        """One provider's canary: did it answer, and what its picture was."""
         started_at_s = self._clock.now_s()
         job = replace(job, request=RequestId(f"{CANARY}{canary}-{name}"))
         walk = _Walk(job, _canary_route(job, started_at_s, self._backends.timeout_s(name)))
-        outcome = AttemptOutcome.ANSWERED
+        outcome, picture = AttemptOutcome.ANSWERED, CanaryPicture()
         try:
-            await self._try_provider(walk, name, started_at_s)
+            made = await self._try_provider(walk, name, started_at_s)
+            picture = CanaryPicture(png=made.pngs[0])
             ok, detail = True, "made a picture"
         except ProviderRefusedError as error:
             ok, detail, outcome = False, error.why, AttemptOutcome.REFUSED
         except ProviderAmbiguousError as error:
             ok, detail, outcome = False, error.why, AttemptOutcome.LOST
+            picture = CanaryPicture(wrong=error.why if isinstance(error, WrongPictureError) else None)
         except Exception as error:  # a fault of ours: still no way out was proven, and the claim must hear why
             ok, detail, outcome = False, f"{type(error).__name__}: {error}", AttemptOutcome.ERROR
         ended_at_s = self._clock.now_s()
@@ -239,10 +254,10 @@ class Flow:
                 ended_at_s=ended_at_s,
                 outcome=outcome,
                 reason=None if ok else detail,
-                price_usd=self._backends.price_usd(name, job.images) if paid else 0.0,
+                price_usd=self._backends.price_usd(name, job.images, job.size) if paid else 0.0,
             )
         )
-        return CanaryResult(canary=canary, provider=name, ok=ok, detail=detail, took_s=took_s)
+        return CanaryResult(canary=canary, provider=name, ok=ok, detail=detail, took_s=took_s), picture
 
 
 def backend_name(place: ToLocal | ToProvider) -> str:

@@ -16,9 +16,10 @@ from tidegate.arbiter.client import ArbiterClient
 from tidegate.clock import SystemClock
 from tidegate.ids import GatewayId, PoolName, ProviderName
 from tidegate.serve.admission import Limits
-from tidegate.serve.arbiter_link import ArbiterLink
+from tidegate.serve.arbiter_link import ArbiterLink, canary_job
 from tidegate.serve.backends import Backends
 from tidegate.serve.callers import Callers
+from tidegate.serve.canaries import Canaries
 from tidegate.serve.desk import Desk
 from tidegate.serve.door import Door
 from tidegate.serve.flow import Flow
@@ -71,6 +72,16 @@ class Gateway:
         self._jobs = open_jobs(policy, desk, callers, gateway)
         self._jobs.start()
         self._door = Door(desk, backends, clock, callers, self._jobs, started_at_s=clock.now_s())
+        canaries = Canaries(
+            policy.canary,
+            self._providers,
+            flow,
+            backends,
+            canary_job(limits),
+            policy.arbiter.state_path / "parity",
+            clock,
+        )
+        self._watching = asyncio.get_running_loop().create_task(canaries.watch())
         link = ArbiterLink(gateway, flow, backends, tally, limits, clock)
         self._talking = asyncio.get_running_loop().create_task(link.talk(ArbiterClient(timeout_s=2.0)))
 
@@ -81,6 +92,7 @@ class Gateway:
     async def __del__(self) -> None:
         """Serve calls this when the replica stops: nothing that was written may stay in memory."""
         self._talking.cancel()
+        self._watching.cancel()
         await self._jobs.aclose()
         for provider in self._providers.values():
             await provider.aclose()

@@ -35,7 +35,7 @@ from tidegate.serve.routes import build_api
 from tidegate.serve.work import ImageJob, Made, PoolBusyError
 from tidegate.spec.load import load_policy
 from tidegate.spec.policy import Policy
-from tidegate.testing.standin_provider import draw
+from tidegate.testing.standin_studio import draw
 
 POOL = PoolName("pool-light")
 
