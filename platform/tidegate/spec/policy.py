@@ -10,16 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-Seconds = Annotated[float, Field(gt=0, le=30 * 86_400)]
-SecondsOrZero = Annotated[float, Field(ge=0, le=30 * 86_400)]
-Celsius = Annotated[float, Field(ge=0, le=130)]
-Port = Annotated[int, Field(ge=1, le=65_535)]
-
-
-class Model(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+from tidegate.spec.base import Celsius, Port, Seconds, SecondsOrZero
+from tidegate.spec.base import Model as Model  # other rooms' settings are made of it too
+from tidegate.spec.jobs import JobsSpec
+from tidegate.spec.tenants import TenantSpec
 
 
 class ArbiterSpec(Model):
@@ -363,10 +359,16 @@ class Policy(Model):
     canary: CanarySpec = CanarySpec()
     cluster: ClusterSpec = ClusterSpec()
     providers: tuple[ProviderSpec, ...] = ()
+    jobs: JobsSpec = JobsSpec()
+    tenants: tuple[TenantSpec, ...] = ()
+    """Who may ask for pictures; none = everybody, without a key."""
 
     @model_validator(mode="after")
-    def _provider_names_differ(self) -> Policy:
-        names = [provider.name for provider in self.providers]
-        if len(set(names)) != len(names):
-            raise ValueError("providers must have different names")
+    def _names_differ(self) -> Policy:
+        for kind, names in (
+            ("providers", [provider.name for provider in self.providers]),
+            ("tenants", [tenant.name for tenant in self.tenants]),
+        ):
+            if len(set(names)) != len(names):
+                raise ValueError(f"{kind} must have different names")
         return self

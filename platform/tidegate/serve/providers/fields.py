@@ -50,6 +50,9 @@ def wants(job: ImageJob) -> frozenset[str]:
         "seed": job.seed_asked,
         "seeds": job.seed_asked and job.images > 1,
         "steps": job.steps is not None,
+        # No kind has a word for these: the scale of guidance differs from one to the next.
+        "guidance": job.guidance is not None,
+        "negative_prompt": bool(job.negative_prompt),
     }
     return frozenset(field for field, is_asked in asked.items() if is_asked)
 
