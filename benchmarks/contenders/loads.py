@@ -34,7 +34,7 @@ from tidegate.checkpoint.restore import restore
 from tidegate.checkpoint.ring import shared_ring
 from tidegate.checkpoint.tiers import Disk, Tier
 
-READS_OF_DISK = 3
+READS_OF_DISK = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,19 +100,20 @@ def measure(folder: Path, width: int = WIDTH, layers: int = LAYERS) -> Took:
         return took
 
     try:
-        # In turn: a disk's speed may change from one second to the next.
-        disk, raw = zip(
-            *(
-                (checked(from_tier(Disk(folder / "ours"))), timed(lambda: read_direct(shard)))
-                for _ in range(READS_OF_DISK)
-            ),
-            strict=True,
-        )
+        # In turn, each first as often as second: a disk's speed may change from one second to the next.
+        reads = {
+            "disk": lambda: checked(from_tier(Disk(folder / "ours"))),
+            "raw": lambda: timed(lambda: read_direct(shard)),
+        }
+        took: dict[str, list[float]] = {name: [] for name in reads}
+        for number in range(READS_OF_DISK):
+            for name in sorted(reads, reverse=number % 2 == 1):
+                took[name].append(reads[name]())
         return Took(
             bytes=sum(one.nbytes for one in state.values()),
-            disk_s=statistics.median(disk),
+            disk_s=statistics.median(took["disk"]),
             dcp_s=checked(lambda: dcp.load(dict(state), storage_reader=FileSystemReader(str(folder / "dcp")))),
-            raw_s=statistics.median(raw),
+            raw_s=statistics.median(took["raw"]),
             memory_s=checked(from_tier(Memory([LocalShelf(memory.path)]))),
             memcpy_s=memcpy_seconds(state),
         )
