@@ -30,6 +30,7 @@ NAMES = (
     "fault_to_step",
     "steady_tax",
     "loader",
+    "agent_cost",
     "checkpoint_stall",
     "checkpoint_save",
     "checkpoint_restore",
