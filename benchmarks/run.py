@@ -26,6 +26,8 @@ from benchmarks.contract import Result  # noqa: E402
 
 NAMES = (
     "decide",
+    "judge",
+    "replay",
     "flip",
     "fault_to_step",
     "steady_tax",
@@ -84,7 +86,9 @@ def _number(value: float | None) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)} (default: all), {', '.join(WITH_GPU)}")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)} (default: all), {', '.join(WITH_GPU)}"
+    )
     parser.add_argument("--rounds", type=int, help="handed on to each")
     arguments = parser.parse_args()
     unknown = sorted(set(arguments.names) - {*NAMES, *WITH_GPU})
