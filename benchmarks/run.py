@@ -32,6 +32,7 @@ NAMES = (
     "fault_to_step",
     "steady_tax",
     "loader",
+    "agent_cost",
     "checkpoint_stall",
     "checkpoint_save",
     "checkpoint_restore",
@@ -86,9 +87,8 @@ def _number(value: float | None) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)} (default: all), {', '.join(WITH_GPU)}"
-    )
+    known = f"of {', '.join(NAMES)} (default: all), {', '.join(WITH_GPU)}"
+    parser.add_argument("names", nargs="*", metavar="NAME", help=known)
     parser.add_argument("--rounds", type=int, help="handed on to each")
     arguments = parser.parse_args()
     unknown = sorted(set(arguments.names) - {*NAMES, *WITH_GPU})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,9 +13,11 @@ import pytest
 from tidegate.arbiter.messages import Action, HealthReport
 from tidegate.clock import SystemClock
 from tidegate.health.agent import HealthAgent, Reporter
+from tidegate.health.feeds import Feed
 from tidegate.health.history import History
 from tidegate.health.memory import FileMemory
-from tidegate.health.readings import Round, Source
+from tidegate.health.node_feeds import nvml_feed
+from tidegate.health.readings import Reading, Round, Signal, Source, Status
 from tidegate.health.sources.nvml import NvmlSource
 from tidegate.ids import NodeId
 from tidegate.spec.policy import HealthSpec, TemperatureRule
@@ -33,7 +35,7 @@ class Dials:
         self.shown: list[HealthReport] = []
         self.longest_tick_s = 0.0
 
-    def show(self, report: HealthReport, tick_s: float) -> None:
+    def show(self, report: HealthReport, readings: Iterable[Reading], tick_s: float) -> None:
         self.shown.append(report)
         self.longest_tick_s = max(self.longest_tick_s, tick_s)
 
@@ -55,11 +57,12 @@ class Bench:
         boot_id: str = "boot-1",
         reporter: Reporter | None = None,
         source: Source | None = None,
+        more: Sequence[Feed] = (),
     ) -> HealthAgent:
         return HealthAgent(
             node=self.node,
             spec=spec,
-            source=source or self.source,
+            feeds=[nvml_feed(source or self.source, spec), *more],
             reporter=reporter or self.arbiter,
             memory=FileMemory(self.file, boot_id),
             meters=self.dials,
@@ -85,7 +88,7 @@ async def ticks_until(agent: HealthAgent, seen: Callable[[HealthReport], object]
 
 
 def readers() -> int:
-    return sum(thread.name == "health-source" for thread in threading.enumerate())
+    return sum(thread.name == "health-nvml" for thread in threading.enumerate())
 
 
 def rules(report: HealthReport) -> list[str]:
@@ -138,15 +141,17 @@ def test_c101_a_call_that_hangs_is_a_verdict_and_is_never_asked_twice(bench: Ben
         report = await ticks_until(agent, lambda report: "nvml_silent" in rules(report), "the third missed deadline")
         assert time.monotonic() - hangs_since_s >= 3 * spec.reading_deadline_s
         assert [verdict.action for verdict in report.verdicts] == [Action.WARN, Action.EVICT_NODE]
-        assert readers() == 1
+        assert readers() == before + 1
         assert bench.dials.longest_tick_s < 10 * spec.period_s, "the loop never waits for NVML"
         state.set(1, "delay_ms", 0)
         again = await ticks_until(agent, lambda report: report.source_error is None, "that NVML answers again")
         assert again.gpus[1].temperature_celsius == 61.0
         assert "nvml_silent" in rules(again), "one good look does not lift it"
+        agent.close()
 
+    before = readers()
     asyncio.run(story())
-    wait_until(lambda: readers() == 0, 5, "the reader's thread to end")
+    wait_until(lambda: readers() == before, 5, "the reader's thread to end")
 
 
 def test_a_slow_answer_inside_the_deadline_is_no_finding(bench: Bench, state: NvmlState) -> None:
@@ -295,14 +300,67 @@ def test_a_disk_that_can_not_be_written_does_not_silence_the_agent(bench: Bench,
     asyncio.run(story())
 
 
+class StuckSource:
+    """Hangs until it is told to come back."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.come_back = threading.Event()
+
+    def read(self) -> Round:
+        self.asked += 1
+        self.come_back.wait(30)
+        return Round(readings=())
+
+
 class BrokenSource:
     def read(self) -> Round:
         raise ZeroDivisionError("a fault of our own")
 
 
-def test_a_fault_of_our_own_ends_the_loop_and_is_not_swallowed(bench: Bench) -> None:
-    with pytest.raises(ZeroDivisionError):
-        asyncio.run(bench.agent(source=BrokenSource()).run())
+def test_a_source_that_dies_is_a_finding_and_takes_nothing_along(
+    bench: Bench, state: NvmlState, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = HealthSpec(period_s=0.02)
+    broken = Feed(name="infiniband", source=BrokenSource(), answers=Signal.IB_ANSWERS, period_s=0.02, deadline_s=1.0)
+
+    async def story() -> None:
+        agent = bench.agent(spec, more=[broken])
+        state.set(0, "temp", 79)
+        await ticks_until(agent, rules, "the verdict that NVML's reading raises")
+        await ticks_until(agent, lambda _: agent.seen().sources["infiniband"], "what the dead source died of")
+        assert [f.what for f in agent.seen().findings if f.what.startswith("source:")] == ["source:infiniband"]
+        assert "ZeroDivisionError: a fault of our own" in agent.seen().sources["infiniband"]
+        for _ in range(5):
+            assert (await agent.tick()).gpus[0].temperature_celsius == 79.0
+        assert sum("source infiniband" in line for line in caplog.messages) == 1, "said once, with its traceback"
+        agent.close()
+
+    asyncio.run(story())
+
+
+def test_a_source_that_hangs_is_a_finding_and_holds_up_nobody(bench: Bench, state: NvmlState) -> None:
+    spec = HealthSpec(period_s=0.02, reading_deadline_s=0.1)
+    stuck = StuckSource()
+    hung = Feed(name="host", source=stuck, answers=Signal.HOST_ANSWERS, period_s=0.02, deadline_s=0.1)
+
+    async def story() -> None:
+        agent = bench.agent(spec, more=[hung])
+        await ticks_until(agent, lambda _: agent.seen().sources["host"], "that the source is late")
+        late = [reading for reading in agent.seen().readings if reading.signal is Signal.HOST_ANSWERS]
+        assert [(reading.value, reading.status, reading.cause) for reading in late] == [
+            (None, Status.TIMEOUT, "DEADLINE_MISSED")
+        ]
+        state.set(1, "temp", 79)
+        report = await agent.tick()
+        assert rules(report) == ["temperature"]
+        assert report.source_error is None, "the list of GPUs has no gap"
+        assert stuck.asked == 1, "a call that hangs is not joined by another"
+        stuck.come_back.set()
+        await ticks_until(agent, lambda _: not agent.seen().sources["host"], "that it answers again")
+        agent.close()
+
+    asyncio.run(story())
 
 
 def test_the_loop_keeps_its_period(bench: Bench) -> None:

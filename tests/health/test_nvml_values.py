@@ -79,7 +79,8 @@ def test_a_healthy_h100_at_work_in_base_units(source: NvmlSource, state: NvmlSta
 def test_every_signal_of_a_gpu_has_a_reading(source: NvmlSource, state: NvmlState) -> None:
     seen = look(source)
     gpm = set(nvml_gpm.SIGNALS)
-    told = {signal for signal in Signal if signal.of_gpu} - {Signal.GPU_XID, Signal.GPU_NVLINK_RATE}
+    told = {signal for signal in Signal if signal.of_gpu and signal.startswith("gpu_")}
+    told -= {Signal.GPU_XID, Signal.GPU_NVLINK_RATE}
     assert told == set(seen), "XIDs are events, and the sum rate is DCGM's"
     assert {signal for signal in told if seen[signal].value is None and signal not in gpm} == {
         Signal.GPU_PROCESSES,
@@ -222,6 +223,14 @@ def test_what_a_card_does_not_have_is_not_asked_again(
     clock.advance(60)
     assert look(source)[Signal.GPU_SRAM_THRESHOLD].status is Status.UNSUPPORTED
     assert fake_nvml.calls(library, "nvmlDeviceGetSramEccErrorStatus", 0) == before
+
+
+def test_c152_a_slow_reading_is_tied_to_its_gpu(source: NvmlSource, state: NvmlState) -> None:
+    looks(source)
+    state.set(2, "delay_ms", 30)
+    slow = [seen[Signal.GPU_READ].value or 0.0 for seen in looks(source)]
+    assert slow[2] > 0.1
+    assert max(slow[0], slow[1], slow[3]) < slow[2] / 2
 
 
 # NVLink

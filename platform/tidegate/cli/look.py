@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from tidegate.cli.options import Address, Json, says_errors
+from tidegate.cli.options import Address, Json, print_json, says_errors
 
 look = typer.Typer()
-
-
-def _print_json(found: Any) -> None:
-    json.dump(found, sys.stdout, indent=2)
-    sys.stdout.write("\n")
 
 
 @look.command()
@@ -33,7 +26,7 @@ def claims(
 
     found = ask(address, lambda arbiter: arbiter.status())
     if as_json:
-        _print_json(claims_to_show(found, ended))
+        print_json(claims_to_show(found, ended))
     else:
         Console().print(claim_table(found, ended))
 
@@ -48,7 +41,7 @@ def nodes(address: Address = "auto", as_json: Json = False) -> None:
 
     found = ask(address, lambda arbiter: arbiter.status())
     if as_json:
-        _print_json({"nodes": node_rows(found), "virtual_nodes": virtual_nodes(found)})
+        print_json({"nodes": node_rows(found), "virtual_nodes": virtual_nodes(found)})
     else:
         console = Console()
         console.print(node_table(found))
@@ -96,7 +89,7 @@ def report(
         state_dir = Path(ask(address, lambda arbiter: arbiter.status())["state_dir"])
     found = read_report(state_dir, run or None, run_dir=run_dir, last_s=None if hours is None else hours * 3600)
     if as_json:
-        _print_json(found)
+        print_json(found)
     else:
         console = Console()
         for table in report_tables(found):

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from tidegate.cli.checkpoints import checkpoint
 from tidegate.cli.data import data
+from tidegate.cli.health import health_commands
 from tidegate.cli.look import look
 from tidegate.cli.options import Address, Json, says_errors
 from tidegate.ids import Tier
@@ -31,11 +32,14 @@ on a Ray cluster that runs already, `tidegate up --app serve_apps/images.yaml`.
 
 **Train:** `ray job submit -- python jobs/train_dit.py --config jobs/configs/digits.yaml --data … --run-dir … --gpus 6`
 
-**Look:** `tidegate status`, `tidegate why CLAIM|NODE|GPU`. **See it all once on this machine:** `tidegate demo`.
+**Look:** `tidegate status`, `tidegate why CLAIM|NODE|GPU`, `tidegate health NODE`; `tidegate doctor` checks a machine.
+
+**See it all once on this machine:** `tidegate demo`.
 """,
 )
 
 app.add_typer(look)
+app.add_typer(health_commands)
 app.add_typer(data, name="data")
 app.add_typer(checkpoint)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable
 from functools import wraps
-from typing import Annotated, ParamSpec, TypeVar
+from typing import Annotated, Any, ParamSpec, TypeVar
 
 import typer
 from rich.console import Console
@@ -32,3 +34,9 @@ def says_errors(command: Callable[P, T]) -> Callable[P, T]:
             raise typer.Exit(1) from None
 
     return run
+
+
+def print_json(found: Any) -> None:
+    """One object on stdout, for a script."""
+    json.dump(found, sys.stdout, indent=2)
+    sys.stdout.write("\n")

@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
-import threading
 import time
-from collections.abc import Awaitable
-from concurrent.futures import Future
+from collections import deque
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol
 
-from tidegate.arbiter.messages import GpuSeen, HealthReport
+from tidegate.arbiter.messages import GpuSeen, HealthReport, Verdict
 from tidegate.clock import Clock
 from tidegate.errors import NoArbiterError
+from tidegate.health.events import EventFilter, named
+from tidegate.health.feeds import Feed, FeedRunner
 from tidegate.health.history import History
 from tidegate.health.judge import Finding, judge
-from tidegate.health.readings import ListedGpu, Reading, Round, Signal, Source, Status
-from tidegate.health.rules import temperature_celsius
-from tidegate.health.table import DEADLINE_MISSED
+from tidegate.health.latest import Latest
+from tidegate.health.readings import EVENTS, ListedGpu, Reading, Signal
 from tidegate.ids import GpuId, NodeId
 from tidegate.spec.policy import HealthSpec
 
 logger = logging.getLogger(__name__)
+
+_GRACE_S = 0.05
+"""How much longer a look waits for the quick sources that were asked with it."""
+_FINDINGS = 100
+_FORGET_S = 900.0
+"""After so long without a reading, what was last read is no longer shown."""
 
 
 class Reporter(Protocol):
@@ -43,25 +49,30 @@ class Memory(Protocol):
 class Meters(Protocol):
     """Where people see the values."""
 
-    def show(self, report: HealthReport, tick_s: float) -> None: ...
+    def show(self, report: HealthReport, readings: Iterable[Reading], tick_s: float) -> None:
+        """`readings`: all that are fresh, and the events of this look."""
 
 
-@dataclass(slots=True)
-class _Look:
-    """A call of the source that is on its way, in a thread of its own."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """All that one node's agent knows, for people."""
 
-    answer: asyncio.Future[Round]
-    started_s: float
-    """Of the monotonic clock."""
-    misses: int = 0
-    """Deadlines that have gone by."""
+    node: NodeId
+    at_s: float
+    readings: tuple[Reading, ...]
+    findings: tuple[Finding, ...]
+    """The last ones that began or changed, the oldest first."""
+    verdicts: tuple[Verdict, ...]
+    sources: Mapping[str, str]
+    """Each source, and what is wrong with it; empty if nothing is."""
 
 
 class HealthAgent:
     """The four things it does: look, judge, remember, report.
 
-    The source is asked in a thread, and only ever by one: a call that hangs keeps its thread and no second is started.
-    Nothing here waits for the arbiter; a report that is still on its way when the next is due is not joined by another.
+    Sources are asked in threads of their own (`feeds.py`); the look waits for those that are waited for, no longer than
+    a period. Nothing here waits for the arbiter; a report that is still on its way when the next is due is not joined
+    by another.
     """
 
     def __init__(
@@ -69,20 +80,26 @@ class HealthAgent:
         *,
         node: NodeId,
         spec: HealthSpec,
-        source: Source,
+        feeds: Sequence[Feed],
         reporter: Reporter,
         memory: Memory,
         meters: Meters,
         clock: Clock,
     ) -> None:
+        """`feeds`: of two that have the same value, the earlier one's counts."""
         self._node, self._spec = node, spec
-        self._source, self._reporter, self._memory, self._meters, self._clock = source, reporter, memory, meters, clock
+        self._runners = [FeedRunner(feed, node=node, clock=clock) for feed in feeds]
+        self._reporter, self._memory, self._meters, self._clock = reporter, memory, meters, clock
         self._history = memory.load()
-        self._look: _Look | None = None
+        self._latest = Latest(spec.period_s)
+        self._events = EventFilter()
         self._gpus: tuple[ListedGpu, ...] = ()
+        self._silent: frozenset[str] = frozenset()
         self._sending: asyncio.Task[None] | None = None
         self._arbiter_away: str | None = None
         self._said: dict[tuple[str, str], str] = {}
+        self._findings: deque[Finding] = deque(maxlen=_FINDINGS)
+        self._verdicts: tuple[Verdict, ...] = ()
 
     async def run(self) -> None:
         """Tick for ever, once each `period_s`; a late tick is not made up for."""
@@ -95,9 +112,12 @@ class HealthAgent:
     async def tick(self) -> HealthReport:
         """One look, judged and sent on its way; takes no longer than one period."""
         started_s = time.monotonic()
-        seen = await self._ask_source()
-        report = self._judged(seen)
-        self._meters.show(report, time.monotonic() - started_s)
+        readings = await self._look()
+        report = self._judged(readings)
+        now_s = self._clock.now_s()
+        events = (reading for reading in readings if reading.signal in EVENTS)
+        shown = chain(self._latest.fresh(now_s, self._silent), events)
+        self._meters.show(report, shown, time.monotonic() - started_s)
         if self._sending is None or self._sending.done():
             self._sending = asyncio.get_running_loop().create_task(self._send(report))
         return report
@@ -111,85 +131,117 @@ class HealthAgent:
         self._history = self._history.without(subject)
         self._memory.save(self._history)
 
+    def seen(self) -> Seen:
+        """What is known now, with the age that each reading has."""
+        return Seen(
+            node=self._node,
+            at_s=self._clock.now_s(),
+            readings=tuple(kept.reading for kept in self._latest.everything()),
+            findings=tuple(self._findings),
+            verdicts=self._verdicts,
+            sources={runner.feed.name: runner.error or "" for runner in self._runners},
+        )
+
+    def close(self) -> None:
+        """Let the sources' threads end; one that hangs stays until the process does."""
+        for runner in self._runners:
+            runner.close()
+
     # Look
 
-    async def _ask_source(self) -> Round:
-        look = self._look = self._look or _start(self._source)
-        done, _ = await asyncio.wait({look.answer}, timeout=self._spec.period_s)
-        if done:
-            self._look = None
-            seen = look.answer.result()
-            self._gpus = seen.gpus
-            return seen
-        waited_s = time.monotonic() - look.started_s
-        error = f"NVML: no answer for {waited_s:.0f} s"
-        misses = math.floor(waited_s / self._spec.reading_deadline_s)
-        if misses == look.misses:
-            return Round(gpus=self._gpus, readings=(), error=error)
-        look.misses = misses
-        missed = Reading(
-            at_s=self._clock.now_s(),
-            node=self._node,
-            subject=self._node,
-            signal=Signal.NVML_ANSWERS,
-            value=None,
-            status=Status.TIMEOUT,
-            cause=DEADLINE_MISSED,
-        )
-        return Round(gpus=self._gpus, readings=(missed,), error=error)
+    async def _look(self) -> list[Reading]:
+        """What is new since the last look, the better source's word first."""
+        started = {runner.feed.name for runner in self._runners if runner.start()}
+        await self._wait([runner for runner in self._runners if runner.feed.waited_for], self._spec.period_s)
+        quick = [runner for runner in self._runners if runner.feed.name in started and not runner.feed.lasting]
+        await self._wait(quick, min(_GRACE_S, self._spec.period_s))
+        now_s = self._clock.now_s()
+        readings: list[Reading] = []
+        told: list[tuple[str, float, Reading]] = []
+        for rank, runner in enumerate(self._runners):
+            seen = runner.take()
+            if seen is None:
+                continue
+            if seen.gpus:
+                self._gpus = seen.gpus
+            for reading in self._latest.take(seen.readings, runner.feed.name, rank, now_s):
+                if reading.signal is Signal.GPU_XID:
+                    told.append((runner.feed.name, runner.feed.lag_s, named(reading, self._gpus)))
+                else:
+                    readings.append(reading)
+        self._silent = frozenset(r.feed.name for r in self._runners if r.answer is not None and not r.feed.lasting)
+        kernel = self._latest.value(self._node, Signal.KMSG_ANSWERS, now_s, self._silent) is not None
+        return readings + self._events.admit(told, kernel_answers=kernel, now_s=now_s)
+
+    @staticmethod
+    async def _wait(runners: Iterable[FeedRunner], timeout_s: float) -> None:
+        answers = {runner.answer for runner in runners if runner.answer is not None and not runner.answer.done()}
+        if answers:
+            await asyncio.wait(answers, timeout=timeout_s)
 
     # Judge and remember
 
-    def _judged(self, seen: Round) -> HealthReport:
+    def _judged(self, readings: Sequence[Reading]) -> HealthReport:
         now_s = self._clock.now_s()
-        judgement = judge(seen.readings, self._history, self._spec, now_s)
+        judgement = judge(readings, self._history, self._spec, now_s)
         self._history = judgement.history
         # Counts of rows that are on their way are not worth a write: losing them costs a sample, not a verdict.
         if judgement.worth_saving:
             self._memory.save(judgement.history)
-        if seen.readings:
-            self._log(judgement.findings)
+        self._log((*judgement.findings, *self._about_sources(now_s)), keep=not readings)
+        self._verdicts = judgement.verdicts
+        self._latest.forget(now_s - _FORGET_S)
         return HealthReport(
             node=self._node,
             at_s=now_s,
-            gpus=self._inventory(seen),
+            gpus=self._inventory(now_s),
             verdicts=judgement.verdicts,
-            source_error=seen.error,
+            source_error=self._inventory_error(),
         )
 
-    def _inventory(self, seen: Round) -> tuple[GpuSeen, ...]:
-        celsius: dict[str, float | None] = {}
-        tensor: dict[str, float | None] = {}
-        memory: dict[str, float | None] = {}
-        processes: dict[str, float | None] = {}
-        for reading in seen.readings:
-            if reading.signal is Signal.GPU_TEMPERATURE:
-                celsius[reading.subject] = temperature_celsius(reading, self._spec.temperature)
-            elif reading.signal is Signal.GPU_TENSOR_ACTIVE:
-                tensor[reading.subject] = reading.value
-            elif reading.signal is Signal.GPU_MEMORY_USED:
-                memory[reading.subject] = reading.value
-            elif reading.signal is Signal.GPU_PROCESSES:
-                processes[reading.subject] = reading.value
+    def _inventory_error(self) -> str | None:
+        """Why the list of GPUs is empty or old."""
+        runner = next((runner for runner in self._runners if runner.feed.answers is Signal.NVML_ANSWERS), None)
+        if runner is None:
+            return None
+        if runner.error is None and runner.feed.name in self._silent:
+            return "NVML: no answer yet"
+        return runner.error
+
+    def _about_sources(self, now_s: float) -> list[Finding]:
+        """A source that is late or dead is a finding of its own, whether or not a rule asks for it."""
+        return [
+            Finding(at_s=now_s, subject=self._node, what=f"source:{runner.feed.name}", text=runner.failed)
+            for runner in self._runners
+            if runner.failed is not None
+        ]
+
+    def _inventory(self, now_s: float) -> tuple[GpuSeen, ...]:
+        def value(gpu: ListedGpu, signal: Signal) -> float | None:
+            return self._latest.value(gpu.uuid, signal, now_s, self._silent)
+
+        heat = self._spec.temperature
         return tuple(
             GpuSeen(
                 uuid=GpuId(gpu.uuid),
                 index=gpu.index,
-                temperature_celsius=celsius.get(gpu.uuid),
-                tensor_active_ratio=tensor.get(gpu.uuid),
-                memory_used_bytes=_whole(memory.get(gpu.uuid)),
-                processes=_whole(processes.get(gpu.uuid)),
+                temperature_celsius=_plausible(value(gpu, Signal.GPU_TEMPERATURE), heat.implausible_above_celsius),
+                tensor_active_ratio=value(gpu, Signal.GPU_TENSOR_ACTIVE),
+                memory_used_bytes=_whole(value(gpu, Signal.GPU_MEMORY_USED)),
+                processes=_whole(value(gpu, Signal.GPU_PROCESSES)),
             )
-            for gpu in seen.gpus
+            for gpu in self._gpus
         )
 
-    def _log(self, findings: tuple[Finding, ...]) -> None:
-        """Each thing is said when it begins or changes, not at each look."""
-        now = {(finding.subject, finding.what): finding.text for finding in findings}
-        for key, text in now.items():
-            if self._said.get(key) != text:
-                logger.warning("health: %s: %s: %s", *key, text)
-        self._said = now
+    def _log(self, findings: tuple[Finding, ...], *, keep: bool) -> None:
+        """Each thing is said when it begins or changes, not at each look. `keep`: a look that saw nothing ends none."""
+        now = {(finding.subject, finding.what): finding for finding in findings}
+        for key, finding in now.items():
+            if self._said.get(key) != finding.text:
+                logger.warning("health: %s: %s: %s", *key, finding.text)
+                self._findings.append(finding)
+        said = {key: finding.text for key, finding in now.items()}
+        self._said = {**self._said, **said} if keep else said
 
     # Report
 
@@ -211,19 +263,9 @@ class HealthAgent:
             self._arbiter_away = None
 
 
-def _start(source: Source) -> _Look:
-    answer: Future[Round] = Future()
-
-    def ask() -> None:
-        try:
-            answer.set_result(source.read())
-        except BaseException as error:
-            # Handed to the agent's loop, which ends by it: a source that breaks its promise must not go unseen.
-            answer.set_exception(error)
-
-    # Not an executor: those are joined when the process ends, and a call into a dead driver never comes back.
-    threading.Thread(target=ask, name="health-source", daemon=True).start()
-    return _Look(answer=asyncio.wrap_future(answer), started_s=time.monotonic())
+def _plausible(celsius: float | None, up_to: float) -> float | None:
+    """What people are shown and what rules see is the same; NaN is outside."""
+    return celsius if celsius is not None and 0.0 < celsius <= up_to else None
 
 
 def _whole(value: float | None) -> int | None:

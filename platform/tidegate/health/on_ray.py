@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 import ray
@@ -16,16 +17,21 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tidegate.arbiter.client import NAMESPACE, ON_HEAD, ArbiterClient
 from tidegate.arbiter.messages import HealthReport
 from tidegate.clock import SystemClock
-from tidegate.health.agent import HealthAgent
+from tidegate.health.agent import HealthAgent, Seen
 from tidegate.health.memory import FileMemory
-from tidegate.health.sources.nvml import NvmlSource
-from tidegate.ids import GpuId, NodeId, health_agent_name
+from tidegate.health.node_feeds import feeds_of
+from tidegate.health.readings import Reading
+from tidegate.health.series import HELP, LABELS, Series, XidCount, series_of
+from tidegate.health.sources.saying import Every
+from tidegate.ids import NodeId, health_agent_name
 from tidegate.spec.policy import Policy
 
 logger = logging.getLogger(__name__)
 
 KEEPER_NAME = "health-agents"
 LOOK_FOR_NODES_S = 2.0
+METERS_EVERY_S = 5.0
+"""Prometheus asks seldom, and Ray gathers less often still."""
 
 
 def keep_agents(policy: Policy) -> Any:
@@ -121,7 +127,7 @@ class HealthActor:
         self._agent = HealthAgent(
             node=node,
             spec=policy.health,
-            source=NvmlSource(policy.health.nvml_library, node=node),
+            feeds=feeds_of(policy.health, node),
             reporter=ArbiterClient(),
             memory=FileMemory(policy.health.state_path / f"{health_agent_name(node)}.json"),
             meters=RayMeters(),
@@ -134,6 +140,10 @@ class HealthActor:
         """See `HealthAgent.set_healthy`."""
         self._agent.set_healthy(subject)
 
+    async def seen(self) -> Seen:
+        """See `HealthAgent.seen`."""
+        return self._agent.seen()
+
 
 def _let_it_crash(running: asyncio.Task[None]) -> None:
     if not running.cancelled():
@@ -143,29 +153,28 @@ def _let_it_crash(running: asyncio.Task[None]) -> None:
 
 
 class RayMeters:
-    """`ray_gpu_temperature_celsius` and its kin; what can't be read has no series, rather than an old one or a 0.
+    """`ray_gpu_temperature_celsius` and its kin (`series.py`); what can't be read has no series.
 
     A Ray gauge repeats its last value for as long as its process lives and has no call to take it back, so a dead GPU
     would look cool for ever; but a NaN ends its series (seen on Ray 2.60, and tested).
     """
 
-    def __init__(self) -> None:
-        self._celsius = Gauge("gpu_temperature_celsius", "Core temperature of a GPU.", ("node", "gpu_uuid"))
-        self._tensor = Gauge(
-            "gpu_tensor_active_ratio", "Share of time in which a GPU's tensor cores work.", ("node", "gpu_uuid")
-        )
-        self._tick = Gauge("health_tick_seconds", "Time that one look at a node's GPUs takes.", ("node",))
-        self._shown: dict[tuple[Gauge, GpuId], float] = {}
+    def __init__(self, every_s: float = METERS_EVERY_S) -> None:
+        self._gauges = {name: Gauge(name, HELP[name], LABELS[name]) for name in LABELS}
+        self._shown: dict[Series, float] = {}
+        self._xids = XidCount()
+        self._due = Every(every_s)
 
-    def show(self, report: HealthReport, tick_s: float) -> None:
-        values = {(self._celsius, gpu.uuid): gpu.temperature_celsius for gpu in report.gpus}
-        values |= {(self._tensor, gpu.uuid): gpu.tensor_active_ratio for gpu in report.gpus}
-        readable = {key: value for key, value in values.items() if value is not None}
-        for key in {**self._shown, **readable}:
-            gauge, uuid = key
-            value = readable.get(key, math.nan)
+    def show(self, report: HealthReport, readings: Iterable[Reading], tick_s: float) -> None:
+        kept = list(readings)
+        self._xids.take(kept)
+        if not self._due.due(report.at_s):
+            return
+        series = series_of(report, kept, self._xids, tick_s)
+        for key in {**self._shown, **series}:
+            value = series.get(key, math.nan)
             # It repeats the last value by itself, so only what changes costs anything.
             if value != self._shown.get(key):
-                gauge.set(value, {"node": report.node, "gpu_uuid": uuid})
-        self._shown = readable
-        self._tick.set(tick_s, {"node": report.node})
+                name, labels = key
+                self._gauges[name].set(value, dict(labels))
+        self._shown = series

@@ -20,6 +20,7 @@ class Signal(StrEnum):
 
     # Sources: 1.0 when the source could be asked at all. The subject is the node.
     NVML_ANSWERS = "nvml_answers"
+    NVML_EVENTS_ANSWERS = "nvml_events_answers"
     IB_ANSWERS = "ib_answers"
     KMSG_ANSWERS = "kmsg_answers"
     DCGM_ANSWERS = "dcgm_answers"
@@ -30,6 +31,8 @@ class Signal(StrEnum):
     """GPUs that NVML lists, of the node (its subject is the node)."""
     GPU_ANSWERS = "gpu_answers"
     """1.0 when the GPU can be opened and asked; otherwise the status and cause say what it said instead."""
+    GPU_READ = "gpu_read_seconds"
+    """How long one look at the GPU took; a failing GPU makes the driver slow, and this one says which it is (C152)."""
     GPU_TEMPERATURE = "gpu_temperature_celsius"
     GPU_MEMORY_TEMPERATURE = "gpu_memory_temperature_celsius"
     """HBM; absent on cards without that sensor (they say 0)."""

@@ -111,6 +111,18 @@ class ProviderSpec(Model):
     """How long it is left alone after a failure, unless it says so itself by `Retry-After`."""
 
 
+class SourcesSpec(Model):
+    """Where a node's agent looks. The paths are arguments so that a container's mounts and a test's copies will do."""
+
+    ib_root: str = "/sys/class/infiniband"
+    kmsg: str | None = "/dev/kmsg"
+    """The kernel log, or a file that it is written to; none = not followed."""
+    dcgm_url: str | None = "http://127.0.0.1:9400/metrics"
+    """A dcgm-exporter that runs already is asked for what NVML has not got; where none answers nothing is missed."""
+    disks: tuple[str, ...] = ("/", "~/.tidegate")
+    """One path on each file system that matters: checkpoints, logs, the object store's spill."""
+
+
 class TemperatureRule(Model):
     limit_celsius: Celsius = 78.0
     """Above this the GPU leaves its gang at once (Krea 2 talk: remove the GPU, do not debug)."""
@@ -172,6 +184,7 @@ class HealthSpec(Model):
     nvml_library: str | None = None
     """Path of libnvidia-ml.so.1; none = the loader finds it. For drivers in a container image:
     /run/nvidia/driver/usr/lib64/libnvidia-ml.so.1"""
+    sources: SourcesSpec = SourcesSpec()
     reading_deadline_s: Seconds = 10.0
     """A reading that takes longer is a finding of its own (NVML calls can hang for ever)."""
     agent_silent_after_s: Seconds = 15.0

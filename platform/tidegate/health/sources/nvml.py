@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -135,7 +136,9 @@ class NvmlSource:
                 listed.append(gpu)
             else:
                 here = self._gpus[index]
+                began_s = time.monotonic()
                 readings += self._read_gpu(here)
+                readings.append(self._reading(here.uuid, Signal.GPU_READ, time.monotonic() - began_s))
                 listed.append(ListedGpu(uuid=here.uuid, index=index, pci=here.pci))
         self._known |= opened
         for uuid in sorted(self._known.difference(gpu.uuid for gpu in listed)):
