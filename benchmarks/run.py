@@ -26,6 +26,8 @@ from benchmarks.contract import Result  # noqa: E402
 
 NAMES = (
     "decide",
+    "judge",
+    "replay",
     "flip",
     "fault_to_step",
     "steady_tax",

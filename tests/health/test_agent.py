@@ -19,8 +19,8 @@ from tidegate.health.memory import FileMemory
 from tidegate.health.node_feeds import nvml_feed
 from tidegate.health.readings import Reading, Round, Signal, Source, Status
 from tidegate.health.sources.nvml import NvmlSource
-from tidegate.ids import NodeId
-from tidegate.spec.policy import HealthSpec, TemperatureRule
+from tidegate.ids import ClaimId, GpuId, NodeId
+from tidegate.spec.policy import HealthSpec, RuleOverride, TemperatureRule
 from tidegate.testing.fake_nvml import NvmlState, uuid_of
 from tidegate.testing.memory_arbiter import MemoryArbiter
 from waiting import until, wait_until
@@ -370,5 +370,22 @@ def test_the_loop_keeps_its_period(bench: Bench) -> None:
         await until(lambda: len(bench.dials.shown) >= 11, 10, "eleven looks")
         assert time.monotonic() - started_s >= 0.48, "ten periods"
         running.cancel()
+
+    asyncio.run(story())
+
+
+def test_gpus_are_compared_while_the_arbiter_says_that_they_work_together(bench: Bench, state: NvmlState) -> None:
+    async def story() -> None:
+        at_once = {"sm_clock_warn": RuleOverride(for_s=0.0)}
+        agent = bench.agent(SPEC.model_copy(update={"rules": at_once}))
+        for index in range(4):
+            state.set(index, "processes", 1)
+        state.set(2, "clock.1", 1200)
+        await ticks_until(agent, lambda report: report.gpus, "GPUs")
+        for _ in range(3):
+            assert rules(await agent.tick()) == [], "nobody works together yet"
+        bench.arbiter.gangs = {GpuId(uuid_of("node-a", index)): ClaimId("run") for index in range(4)}
+        report = await ticks_until(agent, lambda report: rules(report) == ["sm_clock_warn"], "the slow one")
+        assert report.verdicts[0].gpu == uuid_of("node-a", 2)
 
     asyncio.run(story())

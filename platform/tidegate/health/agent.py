@@ -20,7 +20,7 @@ from tidegate.health.history import History
 from tidegate.health.judge import Finding, judge
 from tidegate.health.latest import Latest
 from tidegate.health.readings import EVENTS, ListedGpu, Reading, Signal
-from tidegate.ids import GpuId, NodeId
+from tidegate.ids import ClaimId, GpuId, NodeId
 from tidegate.spec.policy import HealthSpec
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,8 @@ _FORGET_S = 900.0
 class Reporter(Protocol):
     """Who is told; `ArbiterClient` is one."""
 
-    def report_health(self, report: HealthReport) -> Awaitable[None]: ...
+    def report_health(self, report: HealthReport) -> Awaitable[Mapping[GpuId, ClaimId]]:
+        """The answer says which gang computes on which GPU of the node."""
 
 
 class Memory(Protocol):
@@ -97,6 +98,7 @@ class HealthAgent:
         self._silent: frozenset[str] = frozenset()
         self._sending: asyncio.Task[None] | None = None
         self._arbiter_away: str | None = None
+        self._gangs: Mapping[GpuId, ClaimId] = {}
         self._said: dict[tuple[str, str], str] = {}
         self._findings: deque[Finding] = deque(maxlen=_FINDINGS)
         self._verdicts: tuple[Verdict, ...] = ()
@@ -183,7 +185,7 @@ class HealthAgent:
 
     def _judged(self, readings: Sequence[Reading]) -> HealthReport:
         now_s = self._clock.now_s()
-        judgement = judge(readings, self._history, self._spec, now_s)
+        judgement = judge(readings, self._history, self._spec, now_s, self._gangs)
         self._history = judgement.history
         # Counts of rows that are on their way are not worth a write: losing them costs a sample, not a verdict.
         if judgement.worth_saving:
@@ -247,8 +249,10 @@ class HealthAgent:
 
     async def _send(self, report: HealthReport) -> None:
         try:
-            await self._reporter.report_health(report)
+            self._gangs = await self._reporter.report_health(report)
         except NoArbiterError as error:
+            # Whoever worked together then may not now: nobody is compared.
+            self._gangs = {}
             # It comes back by itself; verdicts are repeated in each report, so nothing is lost.
             if self._arbiter_away is None:
                 logger.warning("health: %s", error)

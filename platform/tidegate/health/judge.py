@@ -17,7 +17,7 @@ from tidegate.health.rule import LATCHED, Rule
 from tidegate.health.rules import gap_s
 from tidegate.health.table import EDGE
 from tidegate.health.values import BOUNDS, SENTINELS, value_of
-from tidegate.ids import GpuId, Tier
+from tidegate.ids import ClaimId, GpuId, Tier
 from tidegate.spec.policy import HealthSpec
 
 _ECHO_S = 10.0
@@ -56,14 +56,14 @@ def judge(
     history: History,
     spec: HealthSpec,
     now_s: float,
-    gangs: Mapping[str, str] | None = None,
+    gangs: Mapping[GpuId, ClaimId] | None = None,
 ) -> Judgement:
     """What the readings mean, given what is remembered.
 
     A reading that is missing, refused, implausible or too old to speak of now changes nothing: it raises no verdict and
     lifts none. Readings further apart than `gap_s` are not "in a row", for the bad and for the good.
 
-    `gangs` says which gang a GPU (by UUID) works in; only GPUs of one gang are compared with each other.
+    `gangs` says which gang a GPU works in; only GPUs of one gang are compared with each other.
     """
     look = _Look(spec, history, now_s, gangs or {})
     look.take(readings)
@@ -73,7 +73,7 @@ def judge(
 class _Look:
     """One call of `judge`: the working copy of the history, and what the readings of this look say together."""
 
-    def __init__(self, spec: HealthSpec, history: History, now_s: float, gangs: Mapping[str, str]) -> None:
+    def __init__(self, spec: HealthSpec, history: History, now_s: float, gangs: Mapping[GpuId, ClaimId]) -> None:
         self._spec, self._now_s, self._gangs = spec, now_s, gangs
         plan = plan_of(spec, bool(gangs))
         self._heard = plan.heard
@@ -228,7 +228,7 @@ class _Look:
         return sum(delta for at_s, delta in count.risen if reading.at_s - at_s < within_s)
 
     def _group(self, rule: Rule, reading: Reading) -> str | None:
-        return self._gangs.get(reading.subject) if rule.gang else reading.node
+        return self._gangs.get(GpuId(reading.subject)) if rule.gang else reading.node
 
     def _peers_of(self, rule: Rule, reading: Reading) -> Peers | None:
         group = self._group(rule, reading)

@@ -8,43 +8,19 @@ from functools import lru_cache
 
 from tidegate.arbiter.messages import Action, When
 from tidegate.errors import PolicyError
-from tidegate.health.readings import Reading, Signal
+from tidegate.health.readings import DCGM_S, PERIODS_S, Signal
 from tidegate.health.rule import Rule
 from tidegate.health.table import table
-from tidegate.health.values import value_of
 from tidegate.health.xids import xid_rules
-from tidegate.spec.policy import HealthSpec, RuleOverride, TemperatureRule
+from tidegate.spec.policy import HealthSpec, RuleOverride
 
-_EVERY_S: dict[str, float] = {"second": 1.0, "five": 5.0, "minute": 60.0}
-_SLOW = frozenset(
-    {
-        Signal.GPU_ECC_CORRECTED,
-        Signal.GPU_ECC_UNCORRECTED,
-        Signal.GPU_ROW_PENDING,
-        Signal.GPU_ROW_FAILURE,
-        Signal.GPU_ROWS_UNCORRECTABLE,
-        Signal.GPU_SRAM_THRESHOLD,
-        Signal.GPU_FABRIC_STATE,
-        Signal.GPU_FABRIC_SUMMARY,
-        Signal.GPU_FABRIC_MASK,
-        Signal.GPU_PCIE_GENERATION,
-        Signal.GPU_PCIE_GENERATION_MAX,
-        Signal.GPU_PCIE_WIDTH,
-        Signal.GPU_PCIE_WIDTH_MAX,
-        Signal.GPU_MEMORY_LIMIT,
-        Signal.GPU_SLOWDOWN_OFFSET,
-        Signal.GPU_SLOWDOWN_LIMIT,
-    }
-)
-"""Read once a minute: the driver takes long for them, and they change slowly."""
-_EACH_LOOK = frozenset(
-    {Signal.GPU_ANSWERS, Signal.GPU_TEMPERATURE, Signal.GPU_MARGIN, Signal.GPU_CLOCK_REASONS, Signal.NVML_ANSWERS}
-)
+_EXPORTERS_ONLY = frozenset({Signal.GPU_TENSOR_ACTIVE, Signal.GPU_SM_ACTIVE})
+"""On Ampere and older only an exporter has these, at its own pace."""
 
 
 def gap_s(spec: HealthSpec, signal: Signal = Signal.GPU_TEMPERATURE) -> float:
     """The longest rest between two readings that still follow each other: one look may be slow up to its deadline."""
-    every_s = _EVERY_S["minute" if signal in _SLOW else "second" if signal in _EACH_LOOK else "five"]
+    every_s = DCGM_S if signal in _EXPORTERS_ONLY else PERIODS_S.get(signal, 0.0)
     return spec.reading_deadline_s + 3 * max(spec.period_s, every_s)
 
 
@@ -97,9 +73,3 @@ def _changed(rule: Rule, change: RuleOverride) -> Rule | None:
     if numbers:
         new = replace(new, bad=replace(rule.bad, **numbers))
     return new
-
-
-def temperature_celsius(reading: Reading, rule: TemperatureRule) -> float | None:
-    """The temperature if this is one that can be true; what people are shown and rules see is the same."""
-    value = value_of(reading)
-    return value if value is not None and value <= rule.implausible_above_celsius else None
