@@ -20,7 +20,7 @@ from tidegate.serve.providers.base import ProviderAmbiguousError, ProviderRefuse
 from tidegate.serve.work import ImageJob, Made, Size
 from tidegate.spec.policy import ProviderSpec
 from tidegate.testing.standin_replicate import VERSION
-from waiting import wait_until
+from waiting import until, wait_until
 
 NOW = 1_000_000.0
 QUEUES = ("fal", "replicate")
@@ -159,8 +159,7 @@ def test_a_client_that_leaves_is_no_answer_and_no_second_request(kind: str, stan
     async def leave() -> None:
         provider = connect(spec(stand_in, kind))
         asking = asyncio.get_running_loop().create_task(provider.make(JOB, timeout_s=5.0, now_s=NOW))
-        while stand_in.stats()["requests"] == before["requests"]:
-            await asyncio.sleep(0.01)
+        await until(lambda: stand_in.stats()["requests"] > before["requests"], 5, "the request to arrive")
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
