@@ -26,6 +26,7 @@ from benchmarks.contract import Result  # noqa: E402
 
 NAMES = (
     "decide",
+    "spill_decision",
     "flip",
     "fault_to_step",
     "steady_tax",
