@@ -24,7 +24,7 @@ from tidegate.serve.backends import Backends
 from tidegate.serve.router_registry import PoolSeen
 from tidegate.serve.routing import RouteRequest, ToProvider, View, pick
 from tidegate.serve.work import Size
-from tidegate.spec.policy import ProviderSpec
+from tidegate.spec.providers import ProviderSpec
 
 REPLICAS = (1_000, 2_000, 4_000, 8_000, 16_000)
 REPLICAS_PER_POOL = 8

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from tidegate.arbiter.messages import CanaryResult
 from tidegate.clock import Clock
@@ -18,6 +18,7 @@ from tidegate.serve.ledger import CANARY, Attempt, AttemptOutcome, Ledger
 from tidegate.serve.providers.base import ImageProvider, ProviderAmbiguousError, ProviderRefusedError, WrongPictureError
 from tidegate.serve.providers.fields import wants
 from tidegate.serve.routing import Reject, RouteRequest, ToLocal, ToProvider
+from tidegate.serve.timeouts import attempt_s
 from tidegate.serve.work import EngineFailedError, ImageJob, Made, PoolBusyError, PoolLostError
 from tidegate.spec.policy import ServingSpec
 
@@ -38,11 +39,20 @@ class LocalPools(Protocol):
         """
 
 
+Buying: TypeAlias = Callable[[bool], Awaitable[None]]
+"""Told True before a provider is asked, and False when it has clearly made nothing: what is written in between outlives
+a gateway that dies with the provider's answer on its way."""
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     made: Made
     backend: str
     """`local/<pool>` or `provider/<name>`."""
+    queued_s: float
+    """From accepting the request to the start of the attempt that made it."""
+    computed_s: float
+    """GPU time here; at a provider, how long it took to answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +70,7 @@ class _Walk:
 
     job: ImageJob
     route: RouteRequest
+    buying: Buying | None = None
     attempts: int = 0
     """That did or may have done something."""
     lost: int = 0
@@ -86,8 +97,12 @@ class Flow:
         """Paid to one provider, or to all, by this gateway's ledger."""
         return self._ledger.spent_usd(None if provider is None else backend_name(ToProvider(provider)))
 
-    async def answer(self, job: ImageJob, accepted_at_s: float) -> Answer:
+    async def answer(
+        self, job: ImageJob, accepted_at_s: float, *, deadline_s: float | None = None, buying: Buying | None = None
+    ) -> Answer:
         """Make the job's pictures somewhere. Writes its attempts, not its end.
+
+        `deadline_s` is absolute; none = the policy's. `buying` hears of each paid attempt before it is made.
 
         Raises:
             ApiError: 503 where nothing took it in time, 429 where it would have cost money that may not be spent,
@@ -98,22 +113,25 @@ class Flow:
             size=job.size,
             accepted_at_s=accepted_at_s,
             patience_until_s=accepted_at_s + self._spec.patience_s,
-            deadline_s=accepted_at_s + self._spec.request_deadline_s,
+            deadline_s=accepted_at_s + self._spec.request_deadline_s if deadline_s is None else deadline_s,
             local_only=job.local_only,
+            priority=job.priority,
             needs=wants(job),
             images=job.images,
         )
-        walk = _Walk(job, route)
+        walk = _Walk(job, route, buying)
         while True:
             place = await self.dispatcher.place(walk.route)
             if isinstance(place, Reject):
                 raise _gave_up(walk, place)
+            started_at_s = self._clock.now_s()
             try:
                 made = await self._attempt(walk, place)
             finally:
                 self.dispatcher.done(place)
             if made is not None:
-                return Answer(made, backend_name(place))
+                computed_s = made.compute_s or self._clock.now_s() - started_at_s
+                return Answer(made, backend_name(place), started_at_s - accepted_at_s, computed_s)
 
     async def _attempt(self, walk: _Walk, place: ToLocal | ToProvider) -> Made | None:
         """One try; None = it failed, and `walk` has learnt from it."""
@@ -127,6 +145,8 @@ class Flow:
                     made = await self._try_local(walk, pool, started_at_s)
                     compute_s = made.compute_s
                 case ToProvider(provider):
+                    if walk.buying is not None:
+                        await walk.buying(True)
                     price_usd = self._backends.price_usd(provider, walk.job.images, walk.job.size)
                     made = await self._try_provider(walk, provider, started_at_s)
             outcome = AttemptOutcome.ANSWERED
@@ -181,10 +201,12 @@ class Flow:
         return made
 
     async def _try_provider(self, walk: _Walk, name: ProviderName, now_s: float) -> Made:
-        timeout_s = min(self._backends.timeout_s(name), walk.route.deadline_s - now_s)
+        timeout_s = attempt_s(self._backends.timeout_s(name), walk.route.deadline_s, now_s)
         try:
             made = await self._providers[name].make(walk.job, timeout_s=timeout_s, now_s=now_s)
         except ProviderRefusedError as error:
+            if walk.buying is not None:
+                await walk.buying(False)
             if error.this_request_only:
                 walk.route = replace(walk.route, excluded_providers=walk.route.excluded_providers | {name})
             else:

@@ -93,6 +93,8 @@ class RouteRequest:
     deadline_s: float
     """Absolute; shared by all attempts."""
     local_only: bool = False
+    priority: int = 0
+    """Lower ones stand before higher ones in the line."""
     bought: bool = False
     """A provider may have charged for it and its answer was lost: it is never bought again (C160)."""
     excluded_pools: frozenset[PoolName] = frozenset()

@@ -9,16 +9,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-Seconds = Annotated[float, Field(gt=0, le=30 * 86_400)]
-SecondsOrZero = Annotated[float, Field(ge=0, le=30 * 86_400)]
-Celsius = Annotated[float, Field(ge=0, le=130)]
-Port = Annotated[int, Field(ge=1, le=65_535)]
-
-
-class Model(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+from tidegate.spec.base import Celsius, Port, Seconds, SecondsOrZero
+from tidegate.spec.base import Model as Model  # other rooms' settings are made of it too
+from tidegate.spec.jobs import JobsSpec
+from tidegate.spec.providers import CanarySpec, ProviderSpec
+from tidegate.spec.tenants import TenantSpec
 
 
 class ArbiterSpec(Model):
@@ -88,51 +85,6 @@ class PurseSpec(Model):
     over_budget: Literal["wait", "shed"] = "wait"
     """When that is spent. `wait`: claims that need serving's GPUs wait for the next hour or day; other overflow is
     still paid. `shed`: claims go on, and gateways refuse overflow (429 with Retry-After) rather than buy it."""
-
-
-AskedField = Literal["images", "size", "width", "height", "seed", "steps", "format"]
-"""What a request may ask for, in our words."""
-
-
-class ProviderSpec(Model):
-    name: str
-    kind: Literal["openai", "fal", "replicate"] = "openai"
-    """The wire protocol: which file in `serve/providers/` speaks to it."""
-    base_url: str
-    """`openai`: up to and with `/v1`. `fal`: https://queue.fal.run. `replicate`: https://api.replicate.com/v1."""
-    api_key_env: str | None = None
-    """Name of the environment variable that holds the key; keys never stand in this file."""
-    models: dict[str, str] = Field(default_factory=dict)
-    """Our model's name -> theirs. A model that isn't named here is not sent to this provider."""
-    fields: dict[AskedField, str] = Field(default_factory=dict)
-    """Our word for a field -> theirs, where their model differs from its kind's usual names (`docs/providers.md`). An
-    empty name = it has no such field: requests that ask for it go elsewhere."""
-    images_max: Annotated[int, Field(ge=1)] = 10
-    """Pictures that it makes in one request."""
-    sizes: tuple[str, ...] | None = None
-    """Sizes that it can make, `WxH`; none = all."""
-    slots: Annotated[int, Field(ge=1)] = 8
-    """Requests that it takes at a time."""
-    price_per_image_usd: Annotated[float, Field(ge=0)] = 0.0
-    prices_usd: dict[str, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
-    """Price of one image by its size, `WxH`; sizes that are not named cost `price_per_image_usd`."""
-    timeout_s: Seconds = 30.0
-    cooldown_s: Seconds = 5.0
-    """How long it is left alone after a failure, unless it says so itself by `Retry-After`."""
-
-
-class CanarySpec(Model):
-    """Pictures that each provider is asked for from time to time. They prove that it answers, and that it still makes
-    what it made. Each costs what any picture does."""
-
-    every_s: Seconds | None = None
-    """Between two canaries of one provider; none = only when a claim needs the way out proven."""
-    prompt: Annotated[str, Field(min_length=1)] = "a red cube beside a blue sphere on a white table"
-    seed: Annotated[int, Field(ge=0)] = 7
-    distance_max: Annotated[float, Field(gt=0, le=1)] = 0.25
-    """From its reference (`parity.distance`, 0 = alike, 1 = opposite): above it a picture has drifted."""
-    strikes: Annotated[int, Field(ge=1)] = 2
-    """Drifted canaries in a row that close a provider; as many good ones open it again."""
 
 
 class TemperatureRule(Model):
@@ -311,10 +263,16 @@ class Policy(Model):
     canary: CanarySpec = CanarySpec()
     cluster: ClusterSpec = ClusterSpec()
     providers: tuple[ProviderSpec, ...] = ()
+    jobs: JobsSpec = JobsSpec()
+    tenants: tuple[TenantSpec, ...] = ()
+    """Who may ask for pictures; none = everybody, without a key."""
 
     @model_validator(mode="after")
-    def _provider_names_differ(self) -> Policy:
-        names = [provider.name for provider in self.providers]
-        if len(set(names)) != len(names):
-            raise ValueError("providers must have different names")
+    def _names_differ(self) -> Policy:
+        for kind, names in (
+            ("providers", [provider.name for provider in self.providers]),
+            ("tenants", [tenant.name for tenant in self.tenants]),
+        ):
+            if len(set(names)) != len(names):
+                raise ValueError(f"{kind} must have different names")
         return self
