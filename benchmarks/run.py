@@ -28,6 +28,7 @@ NAMES = (
     "decide",
     "judge",
     "replay",
+    "spill_decision",
     "flip",
     "fault_to_step",
     "steady_tax",

@@ -32,6 +32,12 @@ class ImagesArgs(BaseModel):
     """The name that clients ask for."""
     quality_steps: dict[str, int] = Field(default_factory=dict)
     """OpenAI's `quality` as denoise steps, `{low: 8, high: 28}`; without it only `auto` is accepted."""
+    images_max: int = Field(default=10, ge=1, le=100)
+    """In one request."""
+    prompt_chars_max: int = Field(default=4000, ge=1, le=32_000)
+    steps_max: int = Field(default=200, ge=1)
+    waiting_max: int = Field(default=2000, ge=1)
+    """Requests that may wait for a place in one gateway; more are answered 429."""
     policy: str = "policy.yaml"
     gateways: int = Field(default=1, ge=1)
     gateway_labels: dict[str, str] = Field(default_factory=dict)
@@ -74,8 +80,16 @@ def build(args: ImagesArgs) -> serve.Application:
         for node in gpu_nodes(ray.nodes(), args.nodes)
     }
     size = Size(recipe.image.width, recipe.image.height)
-    guidance = recipe.guidance
-    limits = Limits(model=args.model, sizes=(size,), guidance=guidance, quality_steps=args.quality_steps)
+    limits = Limits(
+        model=args.model,
+        sizes=(size,),
+        guidance=recipe.guidance,
+        quality_steps=args.quality_steps,
+        images_max=args.images_max,
+        prompt_chars_max=args.prompt_chars_max,
+        steps_max=args.steps_max,
+        waiting_max=args.waiting_max,
+    )
     gateway = Gateway.options(
         num_replicas=args.gateways,
         ray_actor_options={"num_cpus": 0, "label_selector": args.gateway_labels},

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from tidegate.spec.policy import ProviderSpec
+from tidegate.spec.providers import ProviderSpec
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,8 @@ from tidegate.serve.ledger import Ledger
 from tidegate.serve.providers import connect
 from tidegate.serve.providers.parity import Look, difference, distance, due, judged
 from tidegate.serve.work import Size
-from tidegate.spec.policy import CanarySpec, ServingSpec
+from tidegate.spec.policy import ServingSpec
+from tidegate.spec.providers import CanarySpec
 from tidegate.testing.fake_clock import FakeClock
 from tidegate.testing.standin_studio import draw
 

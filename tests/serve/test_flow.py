@@ -24,7 +24,8 @@ from tidegate.serve.providers import connect
 from tidegate.serve.router_registry import PoolSeen
 from tidegate.serve.routing import RouteRequest, ToLocal
 from tidegate.serve.work import EngineFailedError, ImageJob, Made, PoolBusyError, PoolLostError, Size
-from tidegate.spec.policy import ProviderSpec, ServingSpec
+from tidegate.spec.policy import ServingSpec
+from tidegate.spec.providers import ProviderSpec
 from waiting import others_first, until
 
 A = PoolName("a")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
+import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -193,17 +195,20 @@ def test_too_many_waiting_jobs_are_a_429(tmp_path: Path) -> None:
 
 
 def test_jobs_outlive_a_killed_gateway(tmp_path: Path, receiver: Receiver) -> None:
-    """What ran runs again, what waited goes on, and each end is told once."""
+    """What ran runs again with the seed that was drawn for it, what waited goes on, and each end is told once."""
     light = Light(tmp_path, policy=policy(receiver.origin), env=ENV, arguments=("--latency-s", "60"))
     with running(light) as gateway:
         jobs = [submit(gateway, webhook_url=f"{receiver.origin}/after") for _ in range(3)]
         wait_until(lambda: fetch(gateway, jobs[1])["status"] == "running", 10, "jobs to run")
+        with closing(sqlite3.connect(tmp_path / "state" / "jobs.sqlite")) as books:
+            seeds = dict(books.execute("SELECT id, seed FROM jobs").fetchall())
         before = len(receiver.got)
         gateway.kill()
         gateway.arguments = ()
         gateway.start()
         done = [ended(gateway, job) for job in jobs]
         assert [job["status"] for job in done] == ["succeeded"] * 3
+        assert {job["id"]: job["answer"]["seed"] for job in done} == seeds
         wait_until(lambda: len(receiver.got) == before + 3, 10, "three webhooks")
 
 

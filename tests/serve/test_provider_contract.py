@@ -18,7 +18,7 @@ from tidegate.ports import free_port
 from tidegate.serve.providers import KINDS, connect
 from tidegate.serve.providers.base import ProviderAmbiguousError, ProviderRefusedError
 from tidegate.serve.work import ImageJob, Made, Size
-from tidegate.spec.policy import ProviderSpec
+from tidegate.spec.providers import ProviderSpec
 from tidegate.testing.standin_replicate import VERSION
 from waiting import until, wait_until
 

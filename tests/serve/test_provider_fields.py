@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tidegate.ids import RequestId
 from tidegate.serve.providers.fields import NAMES, body_of, honours, wants
 from tidegate.serve.work import ImageJob, Size
-from tidegate.spec.policy import ProviderSpec
+from tidegate.spec.providers import ProviderSpec
 
 JOB = ImageJob(
     request=RequestId("r"),
@@ -63,6 +63,17 @@ def test_the_operators_names_win_and_an_empty_one_takes_a_field_away() -> None:
     assert body_of(JOB, one) == {"prompt": "a two", "num_outputs": 2, "height": 32, "seed": 3, "steps": 4}
     assert "size" not in honours(one)
     assert "size" in honours(one.model_copy(update={"sizes": ("64x32",)}))
+
+
+def test_guidance_and_a_negative_prompt_leave_only_where_the_operator_names_them() -> None:
+    """Scales of guidance differ from one provider to the next."""
+    job = replace(JOB, guidance=3.5, negative_prompt="a three")
+    named = spec(fields={"guidance": "guidance_scale", "negative_prompt": "negative_prompt"})
+    assert {"guidance", "negative_prompt"} <= wants(job)
+    assert not {"guidance", "negative_prompt"} & honours(spec())
+    assert wants(job) <= honours(named)
+    body = body_of(job, named)
+    assert (body["guidance_scale"], body["negative_prompt"]) == (3.5, "a three")
 
 
 def test_only_kinds_that_count_seeds_up_make_several_by_seed() -> None:

@@ -19,7 +19,7 @@ from tidegate.serve.providers import connect
 from tidegate.serve.providers.base import ProviderAmbiguousError, ProviderError, ProviderRefusedError
 from tidegate.serve.providers.wire import retry_after_s
 from tidegate.serve.work import ImageJob, Made, Size
-from tidegate.spec.policy import ProviderSpec
+from tidegate.spec.providers import ProviderSpec
 
 NOW = 1_000_000.0
 

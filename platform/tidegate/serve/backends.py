@@ -5,6 +5,7 @@ Kept by the gateway's event loop alone; routing sees it as an immutable `View`.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -17,8 +18,9 @@ from tidegate.serve.providers.fields import honours
 from tidegate.serve.providers.parity import Look
 from tidegate.serve.router_registry import PoolSeen
 from tidegate.serve.routing import PoolView, ProviderView, ToLocal, ToProvider, View
+from tidegate.serve.timeouts import KEPT, too_tight
 from tidegate.serve.work import Size
-from tidegate.spec.policy import ProviderSpec
+from tidegate.spec.providers import ProviderSpec
 
 UNTIL_TOLD = Orders(generation=Generation(0), spillway=Spillway.CLOSED, allowances={})
 """What a gateway does before the arbiter's first word: use all that runs, spill only before failing."""
@@ -44,6 +46,8 @@ class _Provider:
     models: frozenset[str]
     ongoing: int = 0
     latency_s: float | None = None
+    took_s: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
+    """Of its newest answers."""
     trouble: Cooldown = field(default_factory=Cooldown)
     look: Look = field(default_factory=Look)
     """What canaries said of its pictures."""
@@ -138,6 +142,7 @@ class Backends:
     def provider_answered(self, provider: ProviderName, now_s: float, took_s: float) -> None:
         known = self._providers[provider]
         known.latency_s = _mean(known.latency_s, took_s)
+        known.took_s.append(took_s)
         known.trouble = cooldown.answered(known.trouble, now_s)
 
     def provider_failed(self, provider: ProviderName, now_s: float, reason: str, retry_after_s: float | None) -> None:
@@ -203,6 +208,9 @@ class Backends:
             return f"one request at a time until one succeeds, after {trouble.failures} failures: {trouble.reason}"
         if self.orders.over_budget is not None and provider.spec.price_per_image_usd > 0:
             return f"over budget: {self.orders.over_budget.reason}"
+        tight = too_tight(provider.spec.timeout_s, list(provider.took_s))
+        if tight is not None:
+            return tight
         return "local GPUs are full or lent" if self.orders.spillway is Spillway.OPEN else "local GPUs have room"
 
     def way_exists(self, now_s: float) -> bool:

@@ -15,7 +15,7 @@ from tidegate.serve.backends import Backends
 from tidegate.serve.flow import CanaryPicture, Flow
 from tidegate.serve.providers.parity import difference, due, judged
 from tidegate.serve.work import ImageJob
-from tidegate.spec.policy import CanarySpec
+from tidegate.spec.providers import CanarySpec
 
 LOOK_S = 1.0
 """Between two looks at what is due."""

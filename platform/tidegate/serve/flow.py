@@ -18,6 +18,7 @@ from tidegate.serve.ledger import CANARY, Attempt, AttemptOutcome, Ledger
 from tidegate.serve.providers.base import ImageProvider, ProviderAmbiguousError, ProviderRefusedError, WrongPictureError
 from tidegate.serve.providers.fields import wants
 from tidegate.serve.routing import Reject, RouteRequest, ToLocal, ToProvider
+from tidegate.serve.timeouts import attempt_s
 from tidegate.serve.work import EngineFailedError, ImageJob, Made, PoolBusyError, PoolLostError
 from tidegate.spec.policy import ServingSpec
 
@@ -200,7 +201,7 @@ class Flow:
         return made
 
     async def _try_provider(self, walk: _Walk, name: ProviderName, now_s: float) -> Made:
-        timeout_s = min(self._backends.timeout_s(name), walk.route.deadline_s - now_s)
+        timeout_s = attempt_s(self._backends.timeout_s(name), walk.route.deadline_s, now_s)
         try:
             made = await self._providers[name].make(walk.job, timeout_s=timeout_s, now_s=now_s)
         except ProviderRefusedError as error:

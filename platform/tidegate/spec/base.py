@@ -9,6 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field
 Seconds = Annotated[float, Field(gt=0, le=30 * 86_400)]
 SecondsOrZero = Annotated[float, Field(ge=0, le=30 * 86_400)]
 Celsius = Annotated[float, Field(ge=0, le=130)]
+SizeText = Annotated[str, Field(pattern=r"^[1-9][0-9]{0,5}x[1-9][0-9]{0,5}$")]
+"""Pixels, `WIDTHxHEIGHT`."""
 Port = Annotated[int, Field(ge=1, le=65_535)]
 
 

@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 from tidegate.spec.base import Celsius, Port, Seconds, SecondsOrZero
 from tidegate.spec.base import Model as Model  # other rooms' settings are made of it too
 from tidegate.spec.jobs import JobsSpec
+from tidegate.spec.providers import CanarySpec, ProviderSpec
 from tidegate.spec.tenants import TenantSpec
 
 
@@ -87,37 +88,6 @@ class PurseSpec(Model):
     still paid. `shed`: claims go on, and gateways refuse overflow (429 with Retry-After) rather than buy it."""
 
 
-AskedField = Literal["images", "size", "width", "height", "seed", "steps", "format"]
-"""What a request may ask for, in our words."""
-
-
-class ProviderSpec(Model):
-    name: str
-    kind: Literal["openai", "fal", "replicate"] = "openai"
-    """The wire protocol: which file in `serve/providers/` speaks to it."""
-    base_url: str
-    """`openai`: up to and with `/v1`. `fal`: https://queue.fal.run. `replicate`: https://api.replicate.com/v1."""
-    api_key_env: str | None = None
-    """Name of the environment variable that holds the key; keys never stand in this file."""
-    models: dict[str, str] = Field(default_factory=dict)
-    """Our model's name -> theirs. A model that isn't named here is not sent to this provider."""
-    fields: dict[AskedField, str] = Field(default_factory=dict)
-    """Our word for a field -> theirs, where their model differs from its kind's usual names (`docs/providers.md`). An
-    empty name = it has no such field: requests that ask for it go elsewhere."""
-    images_max: Annotated[int, Field(ge=1)] = 10
-    """Pictures that it makes in one request."""
-    sizes: tuple[str, ...] | None = None
-    """Sizes that it can make, `WxH`; none = all."""
-    slots: Annotated[int, Field(ge=1)] = 8
-    """Requests that it takes at a time."""
-    price_per_image_usd: Annotated[float, Field(ge=0)] = 0.0
-    prices_usd: dict[str, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
-    """Price of one image by its size, `WxH`; sizes that are not named cost `price_per_image_usd`."""
-    timeout_s: Seconds = 30.0
-    cooldown_s: Seconds = 5.0
-    """How long it is left alone after a failure, unless it says so itself by `Retry-After`."""
-
-
 class SourcesSpec(Model):
     """Where a node's agent looks. The paths are arguments so that a container's mounts and a test's copies will do."""
 
@@ -128,20 +98,6 @@ class SourcesSpec(Model):
     """A dcgm-exporter that runs already is asked for what NVML has not got; where none answers nothing is missed."""
     disks: tuple[str, ...] = ("/", "~/.tidegate")
     """One path on each file system that matters: checkpoints, logs, the object store's spill."""
-
-
-class CanarySpec(Model):
-    """Pictures that each provider is asked for from time to time. They prove that it answers, and that it still makes
-    what it made. Each costs what any picture does."""
-
-    every_s: Seconds | None = None
-    """Between two canaries of one provider; none = only when a claim needs the way out proven."""
-    prompt: Annotated[str, Field(min_length=1)] = "a red cube beside a blue sphere on a white table"
-    seed: Annotated[int, Field(ge=0)] = 7
-    distance_max: Annotated[float, Field(gt=0, le=1)] = 0.25
-    """From its reference (`parity.distance`, 0 = alike, 1 = opposite): above it a picture has drifted."""
-    strikes: Annotated[int, Field(ge=1)] = 2
-    """Drifted canaries in a row that close a provider; as many good ones open it again."""
 
 
 class TemperatureRule(Model):

@@ -8,7 +8,7 @@ from tidegate.serve.providers.base import ImageProvider
 from tidegate.serve.providers.fal import FalProvider
 from tidegate.serve.providers.openai import OpenAIProvider
 from tidegate.serve.providers.replicate import ReplicateProvider
-from tidegate.spec.policy import ProviderSpec
+from tidegate.spec.providers import ProviderSpec
 
 KINDS: Mapping[str, Callable[[ProviderSpec], ImageProvider]] = {
     "openai": OpenAIProvider,

@@ -11,7 +11,7 @@ from tidegate.serve.providers.fields import body_of
 from tidegate.serve.providers.queued import Queued, Ticket
 from tidegate.serve.providers.wire import Wire, json_of
 from tidegate.serve.work import ImageJob, Made
-from tidegate.spec.policy import ProviderSpec
+from tidegate.spec.providers import ProviderSpec
 
 
 class FalProvider:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tidegate.serve.work import ImageJob
-from tidegate.spec.policy import AskedField, ProviderSpec
+from tidegate.spec.providers import AskedField, ProviderSpec
 
 NAMES: Mapping[str, Mapping[AskedField, str]] = {
     # `size` is "WxH". PNG and base64 are the answer's form there; OpenAI's own models have neither seed nor steps.
@@ -50,7 +50,7 @@ def wants(job: ImageJob) -> frozenset[str]:
         "seed": job.seed_asked,
         "seeds": job.seed_asked and job.images > 1,
         "steps": job.steps is not None,
-        # No kind has a word for these: the scale of guidance differs from one to the next.
+        # No kind has a word for these by itself: scales of guidance differ, and many models know no negative prompt.
         "guidance": job.guidance is not None,
         "negative_prompt": bool(job.negative_prompt),
     }
@@ -81,5 +81,9 @@ def body_of(job: ImageJob, spec: ProviderSpec) -> dict[str, Any]:
         values["seed"] = job.seed
     if job.steps is not None:
         values["steps"] = job.steps
+    if job.guidance is not None:
+        values["guidance"] = job.guidance
+    if job.negative_prompt:
+        values["negative_prompt"] = job.negative_prompt
     known = names(spec)
     return {"prompt": job.prompt, **{known[field]: value for field, value in values.items() if field in known}}

@@ -12,7 +12,7 @@ from tidegate.serve.providers.base import ProviderAmbiguousError, ProviderRefuse
 from tidegate.serve.providers.fields import body_of
 from tidegate.serve.providers.wire import Wire, error_of
 from tidegate.serve.work import ImageJob, Made
-from tidegate.spec.policy import ProviderSpec
+from tidegate.spec.providers import ProviderSpec
 
 
 class OpenAIProvider:

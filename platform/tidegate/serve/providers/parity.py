@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from PIL import Image
 
 from tidegate.serve.cooldown import Cooldown
-from tidegate.spec.policy import CanarySpec
+from tidegate.spec.providers import CanarySpec
 
 _GRID = 16
 """Pictures are compared at 16 x 16: grain, compression and other processors' rounding don't count, content does."""

@@ -16,7 +16,7 @@ from tidegate.serve.providers.fields import body_of
 from tidegate.serve.providers.queued import Queued, Ticket
 from tidegate.serve.providers.wire import Wire, json_of
 from tidegate.serve.work import ImageJob, Made
-from tidegate.spec.policy import ProviderSpec
+from tidegate.spec.providers import ProviderSpec
 
 _VERSION = re.compile(r"(?:.*:)?([0-9a-f]{64})")
 _CANCEL_AFTER_MIN_S = 5

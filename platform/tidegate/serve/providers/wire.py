@@ -15,7 +15,7 @@ from PIL import Image, UnidentifiedImageError
 from tidegate.ids import ProviderName
 from tidegate.serve.providers.base import ProviderAmbiguousError, ProviderRefusedError, WrongPictureError
 from tidegate.serve.work import Size
-from tidegate.spec.policy import ProviderSpec
+from tidegate.spec.providers import ProviderSpec
 
 _CONNECT_TIMEOUT_S = 3.0
 
