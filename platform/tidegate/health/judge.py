@@ -106,6 +106,7 @@ class _Look:
     def take(self, readings: Iterable[Reading]) -> None:
         waiting: list[tuple[Reading, Listening]] = []
         events: list[tuple[Reading, Listening]] = []
+        held: set[Subject] = set()
         now_s, heard, marked, counts = self._now_s, self._heard, self._marked, self._counts
         for reading in readings:
             listens = heard.get(reading.signal)
@@ -115,7 +116,8 @@ class _Look:
             if value is not None and reading.status is Status.OK:
                 if listens.is_level:
                     self._keep_level(reading)
-                if subject not in marked:
+                # One that is bad may be followed by its own good one in the same look.
+                if subject not in marked and not (held and (reading.signal, subject) in held):
                     # By far the most readings end here: nothing is held against the subject, and nothing is new.
                     if listens.low <= value <= listens.high and not int(value) & listens.bits:
                         continue
@@ -131,6 +133,8 @@ class _Look:
                             continue
             if listens.among:
                 self._among.setdefault(reading.signal, []).append(reading)
+            else:
+                held.add((reading.signal, subject))
             (events if reading.signal in EVENTS else waiting).append((reading, listens))
         # What happened explains what is seen, so it goes first.
         for reading, listens in chain(events, waiting):
@@ -402,6 +406,9 @@ def _verdict(rule: Rule, reading: Reading, since_s: float, around: Around) -> Ve
     times = f", {rule.samples} times" if rule.samples > 1 else ""
     span = f" within {rule.within_s:g} s" if rule.within_s is not None else ""
     lasting = f", for {reading.at_s - since_s:.0f} s" if rule.for_s else ""
+    said = rule.bad.evidence(reading, around)
+    if reading.detail is not None and reading.detail not in said:
+        said += f" ({reading.detail})"
     return Verdict(
         at_s=reading.at_s,
         node=reading.node,
@@ -410,7 +417,7 @@ def _verdict(rule: Rule, reading: Reading, since_s: float, around: Around) -> Ve
         action=rule.action,
         when=rule.when,
         tier=rule.tier,
-        evidence=f"{what}{rule.bad.evidence(reading, around)}{times}{span}{lasting}",
+        evidence=f"{what}{said}{times}{span}{lasting}",
         ends=rule.ends or LATCHED,
     )
 
