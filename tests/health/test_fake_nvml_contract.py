@@ -51,7 +51,7 @@ def test_the_fake_has_every_function_that_our_source_calls(library: Path) -> Non
     }
     assert {"nvmlInit", "nvmlDeviceGetTemperatureV", "nvmlGpmMetricsGet", "nvmlEventSetWait_v2"} <= asked
     fake = ctypes.CDLL(str(library))
-    wanted = set().union(*(symbols(pynvml, function) for function in asked))
+    wanted = set().union(*(symbols(pynvml, function) for function in asked)) | {"nvmlDeviceGetFieldValues"}
     assert [symbol for symbol in sorted(wanted) if not hasattr(fake, symbol)] == []
 
 
@@ -94,6 +94,24 @@ def test_field_values_carry_their_own_code_and_sign(source: NvmlSource, state: N
     assert (action.nvmlReturn, action.value.ullVal) == (0, 2)
     assert (slowdown.valueType, slowdown.value.siVal) == (pynvml.NVML_VALUE_TYPE_SIGNED_INT, -2)
     assert hbm.nvmlReturn == pynvml.NVML_ERROR_NOT_SUPPORTED
+
+
+def test_our_reading_of_a_field_values_bytes_is_the_bindings_own(source: NvmlSource, state: NvmlState) -> None:
+    texts = {230: "2", 194: "-2", 82: "!3", 94: "1.5", 74: str(2**53), 91: "!999"}
+    for field_id, text in texts.items():
+        state.set(1, f"field.{field_id}.0", text)
+    source.read()
+    handle = pynvml.nvmlDeviceGetHandleByIndex(1)
+    members = {0: "dVal", 3: "ullVal", 5: "siVal"}
+    theirs = [
+        getattr(value.value, members[value.valueType])
+        if value.nvmlReturn == 0
+        else nvml_values.code_name(value.nvmlReturn)
+        for value in pynvml.nvmlDeviceGetFieldValues(handle, list(texts))
+    ]
+    assert nvml_values.FieldBatch([(field_id, 0) for field_id in texts]).read(handle) == theirs
+    assert ctypes.sizeof(pynvml.c_nvmlFieldValue_t) == nvml_values._FIELD_VALUE.size
+    assert ctypes.sizeof(pynvml.c_nvmlGpmMetric_t) == nvml_gpm._METRIC.size
 
 
 def test_ray_finds_the_gpus(library: Path, state: NvmlState, source: NvmlSource) -> None:

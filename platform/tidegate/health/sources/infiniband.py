@@ -94,6 +94,7 @@ class InfinibandSource:
         self._voice = Voice(node, self._clock)
         self._counters = Every(counters_every_s)
         self._ports: dict[str, _Port] = {}
+        self._devices: dict[str, tuple[str, ...]] = {}
 
     def read(self) -> Round:
         """One look: states each time, counters every `counters_every_s`."""
@@ -124,16 +125,14 @@ class InfinibandSource:
 
     def _list(self) -> Iterator[tuple[str, str]]:
         root = str(self._root)
-        for device in sorted(os.listdir(root)):
-            if os.path.exists(f"{root}/{device}/device/physfn"):
-                continue  # a virtual function: somebody else's, and its counters are not its own
-            try:
-                ports = sorted(os.listdir(f"{root}/{device}/ports"))
-            except (FileNotFoundError, NotADirectoryError):
-                continue
-            for number in ports:
-                if number.isdigit():
-                    yield f"{device}/{number}", f"{root}/{device}/ports/{number}"
+        here = sorted(os.listdir(root))
+        # A device's ports do not change while it is there; looking for them anew each second would be half the cost.
+        self._devices = {device: ports for device, ports in self._devices.items() if device in here}
+        for device in here:
+            if device not in self._devices:
+                self._devices[device] = _ports(f"{root}/{device}")
+            for number in self._devices[device]:
+                yield f"{device}/{number}", f"{root}/{device}/ports/{number}"
 
     def _meet(self, name: str, folder: str) -> _Port:
         try:
@@ -218,6 +217,16 @@ class InfinibandSource:
         port.refused[file] = (Status.UNSUPPORTED, "NO_PMA" if text.startswith("N/A") else "NOT_A_NUMBER")
         logger.info("InfiniBand: %s says %r; it is not read again", file, text[:80])
         return self._voice.missing(port.name, signal, *port.refused[file])
+
+
+def _ports(device: str) -> tuple[str, ...]:
+    """The numbers of a device's ports; none of a virtual function, which is somebody else's and has no own counters."""
+    if os.path.exists(f"{device}/device/physfn"):
+        return ()
+    try:
+        return tuple(number for number in sorted(os.listdir(f"{device}/ports")) if number.isdigit())
+    except (FileNotFoundError, NotADirectoryError):
+        return ()
 
 
 def _carrier_file(folder: str) -> str | None:

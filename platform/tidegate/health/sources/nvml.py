@@ -272,15 +272,15 @@ class NvmlSource:
 
     def _reading(self, subject: str, signal: Signal, answer: Answer, detail: str | None = None) -> Reading:
         """A reading of a value, or of the cause why there is none."""
-        missing = isinstance(answer, str)
+        known = not isinstance(answer, str)
         return Reading(
             at_s=self._clock.now_s(),
             node=self._node,
             subject=subject,
             signal=signal,
-            value=None if missing else float(answer),
-            status=STATUSES.get(str(answer), Status.STALE) if missing else Status.OK,
-            cause=str(answer) if missing else None,
+            value=float(answer) if known else None,
+            status=Status.OK if known else STATUSES.get(str(answer), Status.STALE),
+            cause=None if known else str(answer),
             detail=detail,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import time
 from typing import Any
 
@@ -29,6 +30,11 @@ _METRICS = (
     (Signal.GPU_NVLINK_RECEIVED, pynvml.NVML_GPM_METRIC_NVLINK_TOTAL_RX_PER_SEC, 1.0 / _MIB, float("inf")),
 )
 SIGNALS = tuple(signal for signal, *_ in _METRICS)
+
+_METRIC = struct.Struct("=4xid24x")
+"""`nvmlGpmMetric_t`: its id, return code and value, then its names."""
+_FIRST_METRIC = pynvml.c_nvmlGpmMetricsGet_t.metrics.offset
+_END_OF_METRICS = _FIRST_METRIC + len(_METRICS) * _METRIC.size
 
 
 class Activity:
@@ -83,15 +89,10 @@ class Activity:
         if first:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_NO_DATA)
         self._request.sample1, self._request.sample2 = self._older, self._newer
-        metrics = pynvml.nvmlGpmMetricsGet(self._request).metrics
-        return [self._answer(metrics[i], per, up_to) for i, (_, _, per, up_to) in enumerate(_METRICS)]
-
-    @staticmethod
-    def _answer(metric: Any, per: float, up_to: float) -> Answer:
-        if metric.nvmlReturn != pynvml.NVML_SUCCESS:
-            return code_name(metric.nvmlReturn)
-        value = float(metric.value)
-        return value / per if 0.0 <= value <= up_to else "NO_DATA"  # NaN is outside too
+        pynvml.nvmlGpmMetricsGet(self._request)
+        # The bytes as they are: taken apart by ctypes, seven metrics cost as much as all other values of a GPU.
+        found = _METRIC.iter_unpack(memoryview(self._request).cast("B")[_FIRST_METRIC:_END_OF_METRICS])
+        return [_answer(code, value, *shown[2:]) for shown, (code, value) in zip(_METRICS, found, strict=True)]
 
     def _allocate(self) -> None:
         self._older = pynvml.nvmlGpmSampleAlloc()
@@ -102,3 +103,9 @@ class Activity:
         self._request.numMetrics = len(_METRICS)
         for slot, (_, metric, _, _) in enumerate(_METRICS):
             self._request.metrics[slot].metricId = metric
+
+
+def _answer(code: int, value: float, per: float, up_to: float) -> Answer:
+    if code != pynvml.NVML_SUCCESS:
+        return code_name(code)
+    return value / per if 0.0 <= value <= up_to else "NO_DATA"  # NaN is outside too

@@ -8,7 +8,7 @@ from typing import Any
 import pynvml
 
 from tidegate.health.readings import Signal
-from tidegate.health.sources.nvml_values import Answer, cause_of, decoded, unsupported
+from tidegate.health.sources.nvml_values import Answer, FieldBatch, cause_of, unsupported
 
 _UP_TO_HOPPER = {
     Signal.GPU_NVLINK_REPLAYS: pynvml.NVML_FI_DEV_NVLINK_ERROR_DL_REPLAY,
@@ -41,6 +41,8 @@ class NvLinks:
         self._count: int | None = None
         self._per_link: dict[Signal, int] | None = None
         self._sums = dict(_OLD_SUMS)
+        self._batch: FieldBatch | None = None
+        self._asked: tuple[int, ...] = ()
         self._state_by_call = False
 
     def read(self, handle: Any) -> tuple[dict[Signal, Answer], str | None]:
@@ -50,7 +52,7 @@ class NvLinks:
             pynvml.NVMLError: the GPU as a whole did not answer.
         """
         if self._count is None:
-            counted = decoded(pynvml.nvmlDeviceGetFieldValues(handle, [pynvml.NVML_FI_DEV_NVLINK_LINK_COUNT])[0])
+            (counted,) = FieldBatch([(pynvml.NVML_FI_DEV_NVLINK_LINK_COUNT, 0)]).read(handle)
             if isinstance(counted, str):
                 return dict.fromkeys(SIGNALS, counted), None
             self._count = int(counted)
@@ -84,9 +86,11 @@ class NvLinks:
     def _columns(self, handle: Any, ids: Sequence[int]) -> dict[int, list[Answer]]:
         """Each field of each link, in one trip."""
         assert self._count is not None
-        asked = [(field_id, link) for field_id in ids for link in range(self._count)]
-        found = iter(pynvml.nvmlDeviceGetFieldValues(handle, asked))
-        return {field_id: [decoded(next(found)) for _ in range(self._count)] for field_id in ids}
+        if self._batch is None or self._asked != tuple(ids):
+            self._asked = tuple(ids)
+            self._batch = FieldBatch([(field_id, link) for field_id in ids for link in range(self._count)])
+        found = self._batch.read(handle)
+        return {field_id: found[i * self._count : (i + 1) * self._count] for i, field_id in enumerate(ids)}
 
     def _states_by_call(self, handle: Any) -> list[Answer]:
         assert self._count is not None
@@ -99,8 +103,8 @@ class NvLinks:
         return states
 
     def _old_sums(self, handle: Any) -> dict[Signal, Answer]:
-        found = pynvml.nvmlDeviceGetFieldValues(handle, list(self._sums.values()))
-        answers = {signal: decoded(value) for signal, value in zip(self._sums, found, strict=True)}
+        found = FieldBatch([(field_id, 0) for field_id in self._sums.values()]).read(handle)
+        answers = dict(zip(self._sums, found, strict=True))
         self._sums = {signal: self._sums[signal] for signal, answer in answers.items() if not unsupported(answer)}
         return answers
 

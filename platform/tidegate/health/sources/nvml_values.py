@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -69,19 +70,64 @@ class Field:
     field_id: int
     times: float = 1.0
     signed: bool = False
-    """The driver types some offsets as unsigned though they are below 0 (the …_TLIMIT fields)."""
     zero_is_none: bool = False
+
+
+class FieldBatch:
+    """Field values of one set of ids, in one trip to the driver.
+
+    pynvml's own function builds and takes apart a Python object for each value; with a node's thousand values every few
+    seconds that was most of what an agent cost, so the array is made once and its bytes are read as they are.
+    """
+
+    def __init__(self, ids: Sequence[tuple[int, int]]) -> None:
+        """`ids`: (field, scope)."""
+        self._array = (pynvml.c_nvmlFieldValue_t * len(ids))()
+        for slot, (field_id, scope) in zip(self._array, ids, strict=True):
+            slot.fieldId, slot.scopeId = field_id, scope
+        self._count = ctypes.c_int32(len(ids))
+
+    def read(self, handle: Any) -> list[Answer]:
+        """A value or its own cause for each id.
+
+        Raises:
+            pynvml.NVMLError: the GPU as a whole did not answer.
+        """
+        call = pynvml._nvmlGetFunctionPointer("nvmlDeviceGetFieldValues")
+        code = call(handle, self._count, ctypes.byref(self._array))
+        if code != pynvml.NVML_SUCCESS:
+            raise pynvml.NVMLError(code)
+        return [
+            _decoded(kind, bits) if code == pynvml.NVML_SUCCESS else code_name(code)
+            for kind, code, bits in _FIELD_VALUE.iter_unpack(self._array)
+        ]
+
+
+_FIELD_VALUE = struct.Struct("=24xii8s")
+"""`nvmlFieldValue_t`: ids, times, then the value's type, its return code and its eight bytes."""
+_FORMATS = {
+    pynvml.NVML_VALUE_TYPE_DOUBLE: struct.Struct("=d"),
+    pynvml.NVML_VALUE_TYPE_UNSIGNED_INT: struct.Struct("=I4x"),
+    pynvml.NVML_VALUE_TYPE_UNSIGNED_LONG: struct.Struct("=Q"),
+    pynvml.NVML_VALUE_TYPE_UNSIGNED_LONG_LONG: struct.Struct("=Q"),
+    pynvml.NVML_VALUE_TYPE_SIGNED_LONG_LONG: struct.Struct("=q"),
+    pynvml.NVML_VALUE_TYPE_SIGNED_INT: struct.Struct("=i4x"),
+    pynvml.NVML_VALUE_TYPE_UNSIGNED_SHORT: struct.Struct("=H6x"),
+}
+
+
+def _decoded(kind: int, bits: bytes) -> Answer:
+    """The value as the type that it says it has."""
+    form = _FORMATS.get(kind)
+    return float(form.unpack(bits)[0]) if form is not None else "UNKNOWN_TYPE"
 
 
 def fields(*wanted: Field) -> Ask:
     """Many field values in one trip; each has its own code."""
-    ids = [field.field_id for field in wanted]
+    batch = FieldBatch([(field.field_id, 0) for field in wanted])
 
     def call(handle: Any) -> list[Answer]:
-        found = pynvml.nvmlDeviceGetFieldValues(handle, ids)
-        return [
-            _in_unit(field, decoded(value, signed=field.signed)) for field, value in zip(wanted, found, strict=True)
-        ]
+        return [_in_unit(field, answer) for field, answer in zip(wanted, batch.read(handle), strict=True)]
 
     return Ask(tuple(field.signal for field in wanted), call)
 
@@ -89,26 +135,13 @@ def fields(*wanted: Field) -> Ask:
 def _in_unit(field: Field, answer: Answer) -> Answer:
     if isinstance(answer, str):
         return answer
+    if field.signed and answer >= _TWO_TO_31:
+        # The driver types some offsets as unsigned though they are below 0 (the …_TLIMIT fields).
+        answer -= 2.0 * _TWO_TO_31
     return "NOT_SUPPORTED" if field.zero_is_none and answer == 0 else answer * field.times
 
 
-_MEMBERS = {
-    pynvml.NVML_VALUE_TYPE_DOUBLE: "dVal",
-    pynvml.NVML_VALUE_TYPE_UNSIGNED_INT: "uiVal",
-    pynvml.NVML_VALUE_TYPE_UNSIGNED_LONG: "ulVal",
-    pynvml.NVML_VALUE_TYPE_UNSIGNED_LONG_LONG: "ullVal",
-    pynvml.NVML_VALUE_TYPE_SIGNED_LONG_LONG: "sllVal",
-    pynvml.NVML_VALUE_TYPE_SIGNED_INT: "siVal",
-    pynvml.NVML_VALUE_TYPE_UNSIGNED_SHORT: "usVal",
-}
-
-
-def decoded(value: Any, *, signed: bool = False) -> Answer:
-    """A field value, read as the type that it says it has; its own return code first."""
-    if value.nvmlReturn != pynvml.NVML_SUCCESS:
-        return code_name(value.nvmlReturn)
-    member = "siVal" if signed else _MEMBERS.get(value.valueType)
-    return float(getattr(value.value, member)) if member is not None else "UNKNOWN_TYPE"
+_TWO_TO_31 = 2.0**31
 
 
 def _clock_reasons(handle: Any) -> int:
