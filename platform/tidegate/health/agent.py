@@ -142,7 +142,7 @@ class HealthAgent:
         """
         now_s = self._clock.now_s()
         gpus: list[str] = [gpu.uuid for gpu in self._gpus]
-        ports = list(self._spec.ib_ports or sorted(self._history.ports))
+        ports = list(self._spec.ib_ports or sorted(port for port in self._history.ports if "/" in port))
         others: dict[Drill, list[str]] = {Drill.NVML_HANG: [self._node], Drill.IB_FLAP: ports}
         there = others.get(drill, gpus)
         if not there or (subject is not None and subject not in there):

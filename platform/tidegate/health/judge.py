@@ -27,6 +27,8 @@ _ONE_FAULT_S = 600.0
 _PROBATION_DAY_S = 86_400.0
 _LONGEST_REST_S = 86_400.0
 _LONG_WINDOW_S = 600.0
+_LINKS_OF = "nvlinks of "
+"""Beside the ports: nodes on which a GPU had all of its NVLinks up once. Cards without a bridge show theirs as down."""
 _MOST_RISES = 512
 
 
@@ -147,6 +149,10 @@ class _Look:
             return
         if reading.signal is Signal.IB_PORT_STATE and value == 4:
             self._ports.add(reading.subject)
+        if reading.signal is Signal.GPU_NVLINKS_DOWN and value == 0:
+            links = self._levels.get((Signal.GPU_NVLINKS, reading.subject))
+            if links is not None and links.value > 0:
+                self._ports.add(_LINKS_OF + reading.node)
         if reading.signal is Signal.GPU_XID and value == 45:
             return  # an echo is no news
         self._levels[reading.signal, reading.subject] = Level(reading.at_s, value)
@@ -170,7 +176,7 @@ class _Look:
                 self._step(trace.key, listens.cleans[trace.rule], reading, Seen.GOOD, None)
 
     def _seen(self, rule: Rule, reading: Reading, around: Around) -> Seen:
-        if rule.port and not self._is_needed_port(reading.subject):
+        if rule.port and not self._is_needed_port(reading):
             return Seen.NOTHING
         seen = rule.bad.seen(reading, around)
         if seen is Seen.BAD and not all(guard.holds(around) for guard in rule.while_):
@@ -179,7 +185,10 @@ class _Look:
             return Seen.NOTHING
         return seen
 
-    def _is_needed_port(self, subject: str) -> bool:
+    def _is_needed_port(self, reading: Reading) -> bool:
+        subject = reading.subject
+        if reading.signal.of_gpu:
+            return _LINKS_OF + reading.node in self._ports
         if self._spec.ib_ports:
             return subject in self._spec.ib_ports
         ethernet = self._levels.get((Signal.IB_PORT_ETHERNET, subject))
