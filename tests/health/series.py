@@ -70,6 +70,8 @@ class Steps:
                     reading(at_s, guard.signal, self._inside(guard.at_least, guard.at_most), other)
                     for guard in rule.while_
                 ]
+        if rule.signal is Signal.GPU_NVLINKS_DOWN:
+            beside += [reading(at_s, Signal.GPU_NVLINKS, 18.0, "GPU-1"), reading(at_s, rule.signal, 0.0, "GPU-1")]
         if self._witness is not None:
             beside += self._witness.step(at_s, bad)
         return [*beside, *self._own(at_s, bad)]

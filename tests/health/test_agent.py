@@ -13,6 +13,7 @@ import pytest
 from tidegate.arbiter.messages import Action, HealthReport
 from tidegate.clock import SystemClock
 from tidegate.health.agent import HealthAgent, Reporter
+from tidegate.health.drills import Drill, DrillError
 from tidegate.health.feeds import Feed
 from tidegate.health.history import History
 from tidegate.health.memory import FileMemory
@@ -387,5 +388,24 @@ def test_gpus_are_compared_while_the_arbiter_says_that_they_work_together(bench:
         bench.arbiter.gangs = {GpuId(uuid_of("node-a", index)): ClaimId("run") for index in range(4)}
         report = await ticks_until(agent, lambda report: rules(report) == ["sm_clock_warn"], "the slow one")
         assert report.verdicts[0].gpu == uuid_of("node-a", 2)
+
+    asyncio.run(story())
+
+
+def test_a_drill_says_what_would_follow_and_only_without_dry_run_it_does(bench: Bench, state: NvmlState) -> None:
+    async def story() -> None:
+        agent = bench.agent()
+        await ticks_until(agent, lambda report: report.gpus, "GPUs")
+        gpu = uuid_of("node-a", 1)
+        [would] = agent.drill(Drill.HOT_GPU, gpu, dry_run=True)
+        assert (would.rule, would.gpu) == ("temperature", gpu)
+        assert rules(await agent.tick()) == []
+        [verdict] = agent.drill(Drill.HOT_GPU, gpu, dry_run=False)
+        assert verdict.evidence == "79 °C, limit 78 °C (a drill)"
+        assert rules(await agent.tick()) == ["temperature"]
+        with pytest.raises(DrillError, match="needs one of: GPU-"):
+            agent.drill(Drill.XID, "GPU-nowhere", dry_run=True)
+        with pytest.raises(DrillError, match="none is there"):
+            agent.drill(Drill.IB_FLAP, dry_run=True)
 
     asyncio.run(story())

@@ -191,6 +191,19 @@ def test_c137_a_gpu_without_links_among_gpus_with_links_is_bad_and_c139_none_at_
     assert links(18, 18).verdicts == ()
 
 
+def test_cards_without_a_bridge_show_their_links_as_down_and_are_fine() -> None:
+    def down(each: list[float]) -> Played:
+        played = Played()
+        for number in range(4):
+            at_s = 1000.0 + 5 * number
+            for gpu, links in zip(GANG, each, strict=True):
+                played.look([reading(at_s, S.GPU_NVLINKS, 18.0, gpu), reading(at_s, S.GPU_NVLINKS_DOWN, links, gpu)])
+        return played
+
+    assert down([18.0] * 8).verdicts == ()
+    assert down([0.0] * 7 + [1.0]).evicting == ["nvlink_down"]
+
+
 def test_c140_counters_that_nobody_can_read_are_unknown() -> None:
     played = Played()
     for second in range(30):

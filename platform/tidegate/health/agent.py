@@ -14,6 +14,7 @@ from typing import Protocol
 from tidegate.arbiter.messages import GpuSeen, HealthReport, Verdict
 from tidegate.clock import Clock
 from tidegate.errors import NoArbiterError
+from tidegate.health.drills import Drill, DrillError, readings_of
 from tidegate.health.events import EventFilter, named
 from tidegate.health.feeds import Feed, FeedRunner
 from tidegate.health.history import History
@@ -132,6 +133,29 @@ class HealthAgent:
         logger.warning("health: %s is set healthy by a person", subject)
         self._history = self._history.without(subject)
         self._memory.save(self._history)
+
+    def drill(self, drill: Drill, subject: str | None = None, *, dry_run: bool) -> tuple[Verdict, ...]:
+        """Take a made-up fault for true; what follows from it. `dry_run`: only say so.
+
+        Raises:
+            DrillError: the node has no such GPU or port.
+        """
+        now_s = self._clock.now_s()
+        gpus: list[str] = [gpu.uuid for gpu in self._gpus]
+        ports = list(self._spec.ib_ports or sorted(port for port in self._history.ports if "/" in port))
+        others: dict[Drill, list[str]] = {Drill.NVML_HANG: [self._node], Drill.IB_FLAP: ports}
+        there = others.get(drill, gpus)
+        if not there or (subject is not None and subject not in there):
+            raise DrillError(f"{drill} needs one of: {', '.join(there) or 'none is there'}\nhint: name it by --subject")
+        hot_celsius = self._spec.temperature.limit_celsius + 1
+        readings = readings_of(drill, self._node, subject or there[0], hot_celsius, now_s)
+        before = {verdict.rule for verdict in self._verdicts}
+        judgement = judge(readings, self._history, self._spec, now_s, self._gangs)
+        if not dry_run:
+            logger.warning("health: %s of %s is a drill", drill, subject or there[0])
+            self._history = judgement.history
+            self._memory.save(self._history)
+        return tuple(verdict for verdict in judgement.verdicts if verdict.rule not in before)
 
     def seen(self) -> Seen:
         """What is known now, with the age that each reading has."""

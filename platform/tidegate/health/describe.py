@@ -35,7 +35,7 @@ Rules "of the gang" compare GPUs of one gang by the median, and by the MAD from 
 (hangs, silent links, silent agents, numbers that are not finite, replicas that differ) are not here: the gang, the
 arbiter and the training loop see those. `gpu_count` and `driver_gone` need `health.gpus_per_node`, `ib_rate` needs
 `health.ib_port_gbits`. Of network ports those in `health.ib_ports` are judged; with none named, each InfiniBand port
-that was active once.
+that was active once. NVLinks that are down count on nodes where a GPU had all of its own up.
 """
 
 

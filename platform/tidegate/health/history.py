@@ -71,7 +71,7 @@ class History:
     counts: Mapping[Subject, Count] = field(default_factory=dict)
     levels: Mapping[Subject, Level] = field(default_factory=dict)
     ports: frozenset[str] = frozenset()
-    """Network ports that were once active."""
+    """Network ports that were once active, and nodes of which a GPU had all its NVLinks up."""
     evicted_at_s: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """By subject: when it was taken out; several rules that find the same fault are one time."""
 

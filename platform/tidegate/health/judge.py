@@ -27,6 +27,8 @@ _ONE_FAULT_S = 600.0
 _PROBATION_DAY_S = 86_400.0
 _LONGEST_REST_S = 86_400.0
 _LONG_WINDOW_S = 600.0
+_LINKS_OF = "nvlinks of "
+"""Beside the ports: nodes on which a GPU had all of its NVLinks up once. Cards without a bridge show theirs as down."""
 _MOST_RISES = 512
 
 
@@ -106,6 +108,7 @@ class _Look:
     def take(self, readings: Iterable[Reading]) -> None:
         waiting: list[tuple[Reading, Listening]] = []
         events: list[tuple[Reading, Listening]] = []
+        held: set[Subject] = set()
         now_s, heard, marked, counts = self._now_s, self._heard, self._marked, self._counts
         for reading in readings:
             listens = heard.get(reading.signal)
@@ -115,7 +118,8 @@ class _Look:
             if value is not None and reading.status is Status.OK:
                 if listens.is_level:
                     self._keep_level(reading)
-                if subject not in marked:
+                # One that is bad may be followed by its own good one in the same look.
+                if subject not in marked and not (held and (reading.signal, subject) in held):
                     # By far the most readings end here: nothing is held against the subject, and nothing is new.
                     if listens.low <= value <= listens.high and not int(value) & listens.bits:
                         continue
@@ -131,6 +135,8 @@ class _Look:
                             continue
             if listens.among:
                 self._among.setdefault(reading.signal, []).append(reading)
+            else:
+                held.add((reading.signal, subject))
             (events if reading.signal in EVENTS else waiting).append((reading, listens))
         # What happened explains what is seen, so it goes first.
         for reading, listens in chain(events, waiting):
@@ -143,6 +149,10 @@ class _Look:
             return
         if reading.signal is Signal.IB_PORT_STATE and value == 4:
             self._ports.add(reading.subject)
+        if reading.signal is Signal.GPU_NVLINKS_DOWN and value == 0:
+            links = self._levels.get((Signal.GPU_NVLINKS, reading.subject))
+            if links is not None and links.value > 0:
+                self._ports.add(_LINKS_OF + reading.node)
         if reading.signal is Signal.GPU_XID and value == 45:
             return  # an echo is no news
         self._levels[reading.signal, reading.subject] = Level(reading.at_s, value)
@@ -166,7 +176,7 @@ class _Look:
                 self._step(trace.key, listens.cleans[trace.rule], reading, Seen.GOOD, None)
 
     def _seen(self, rule: Rule, reading: Reading, around: Around) -> Seen:
-        if rule.port and not self._is_needed_port(reading.subject):
+        if rule.port and not self._is_needed_port(reading):
             return Seen.NOTHING
         seen = rule.bad.seen(reading, around)
         if seen is Seen.BAD and not all(guard.holds(around) for guard in rule.while_):
@@ -175,7 +185,10 @@ class _Look:
             return Seen.NOTHING
         return seen
 
-    def _is_needed_port(self, subject: str) -> bool:
+    def _is_needed_port(self, reading: Reading) -> bool:
+        subject = reading.subject
+        if reading.signal.of_gpu:
+            return _LINKS_OF + reading.node in self._ports
         if self._spec.ib_ports:
             return subject in self._spec.ib_ports
         ethernet = self._levels.get((Signal.IB_PORT_ETHERNET, subject))
@@ -402,6 +415,9 @@ def _verdict(rule: Rule, reading: Reading, since_s: float, around: Around) -> Ve
     times = f", {rule.samples} times" if rule.samples > 1 else ""
     span = f" within {rule.within_s:g} s" if rule.within_s is not None else ""
     lasting = f", for {reading.at_s - since_s:.0f} s" if rule.for_s else ""
+    said = rule.bad.evidence(reading, around)
+    if reading.detail is not None and reading.detail not in said:
+        said += f" ({reading.detail})"
     return Verdict(
         at_s=reading.at_s,
         node=reading.node,
@@ -410,7 +426,7 @@ def _verdict(rule: Rule, reading: Reading, since_s: float, around: Around) -> Ve
         action=rule.action,
         when=rule.when,
         tier=rule.tier,
-        evidence=f"{what}{rule.bad.evidence(reading, around)}{times}{span}{lasting}",
+        evidence=f"{what}{said}{times}{span}{lasting}",
         ends=rule.ends or LATCHED,
     )
 

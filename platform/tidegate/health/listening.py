@@ -58,7 +58,13 @@ def plan_of(spec: HealthSpec, in_gangs: bool) -> Plan:
 
 
 def _levels(rules: list[Rule]) -> frozenset[Signal]:
-    levels = {Signal.IB_PORT_STATE, Signal.IB_PORT_ETHERNET, Signal.GPU_XID}
+    levels = {
+        Signal.IB_PORT_STATE,
+        Signal.IB_PORT_ETHERNET,
+        Signal.GPU_XID,
+        Signal.GPU_NVLINKS,
+        Signal.GPU_NVLINKS_DOWN,
+    }
     for rule in rules:
         levels.update(guard.signal for guard in rule.while_)
         if isinstance(rule.bad, Against):

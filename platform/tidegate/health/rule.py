@@ -32,7 +32,8 @@ class Rule:
     while_: tuple[Guard, ...] = ()
     """A bad reading counts only while all of these are known to hold."""
     port: bool = False
-    """Of network ports only those that the gang needs are judged (`health.ib_ports`, else those seen active)."""
+    """Of network ports only those that the gang needs are judged (`health.ib_ports`, else those seen active); of
+    NVLinks those of nodes on which a GPU was seen with all of them up."""
     gang: bool = False
     """Peers are those of the same gang; else those of the node."""
     witness: frozenset[str] = frozenset()

@@ -223,7 +223,7 @@ def _nvlink() -> tuple[Rule, ...]:
     bandwidth = Bits(mask=0b01, without=0b10, shown="degraded bandwidth")
     return (
         _node("nvlink_down", "25", S.GPU_NVLINKS_DOWN, Above(limit=0, unit="links down"), "NVIDIA Health Validation",
-              samples=2, tier=Tier.SERVE),
+              samples=2, tier=Tier.SERVE, port=True),
         _node("nvlinks_missing", "25", S.GPU_NVLINKS, Among(limit=0.99, least_median=1), "gpud 1085: peers have links",
               samples=2, tier=Tier.SERVE),
         _warn("nvlink_replays_warn", "26", S.GPU_NVLINK_REPLAYS, a_minute, "imbue"),
