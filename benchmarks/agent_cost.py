@@ -28,7 +28,7 @@ from benchmarks.contract import Metric, figure, growth_exponent, publish
 from tidegate.arbiter.messages import HealthReport
 from tidegate.clock import SystemClock
 from tidegate.health.agent import HealthAgent
-from tidegate.health.judge import History
+from tidegate.health.history import History
 from tidegate.health.node_feeds import feeds_of
 from tidegate.health.readings import Reading
 from tidegate.health.series import XidCount, series_of

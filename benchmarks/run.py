@@ -26,6 +26,9 @@ from benchmarks.contract import Result  # noqa: E402
 
 NAMES = (
     "decide",
+    "judge",
+    "replay",
+    "spill_decision",
     "flip",
     "fault_to_step",
     "steady_tax",
@@ -85,13 +88,13 @@ def _number(value: float | None) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    known = f"of {', '.join(NAMES)} (default: all), {', '.join(WITH_GPU)}"
-    parser.add_argument("names", nargs="*", metavar="NAME", help=known)
+    known = f"{', '.join(NAMES)} (default: all of these), {', '.join(WITH_GPU)}"
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {known}")
     parser.add_argument("--rounds", type=int, help="handed on to each")
     arguments = parser.parse_args()
     unknown = sorted(set(arguments.names) - {*NAMES, *WITH_GPU})
     if unknown:
-        parser.error(f"no benchmark {', '.join(unknown)}; known: {', '.join((*NAMES, *WITH_GPU))}")
+        parser.error(f"no benchmark {', '.join(unknown)}; known: {known}")
     names = arguments.names or list(NAMES)
     options = [] if arguments.rounds is None else ["--rounds", str(arguments.rounds)]
     results, failed = [], []

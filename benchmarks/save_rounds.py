@@ -42,7 +42,7 @@ def last_line(module: str, arguments: Sequence[str], path: Sequence[Path] = ()) 
 
 def torchsnapshot_folder(root: Path) -> Path:
     """Install the peer below `root`."""
-    folder = root / "torchsnapshot"
+    folder = root / "installed"  # each contender's own folder is removed after its saves
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), *TORCHSNAPSHOT]
     subprocess.run(command, check=True)
     return folder

@@ -30,6 +30,14 @@ class ImagesArgs(BaseModel):
     """A folder written by `jobs/export_pipeline.py`; every node must see it under this path."""
     model: str = "tidegate-digits"
     """The name that clients ask for."""
+    quality_steps: dict[str, int] = Field(default_factory=dict)
+    """OpenAI's `quality` as denoise steps, `{low: 8, high: 28}`; without it only `auto` is accepted."""
+    images_max: int = Field(default=10, ge=1, le=100)
+    """In one request."""
+    prompt_chars_max: int = Field(default=4000, ge=1, le=32_000)
+    steps_max: int = Field(default=200, ge=1)
+    waiting_max: int = Field(default=2000, ge=1)
+    """Requests that may wait for a place in one gateway; more are answered 429."""
     policy: str = "policy.yaml"
     gateways: int = Field(default=1, ge=1)
     gateway_labels: dict[str, str] = Field(default_factory=dict)
@@ -71,7 +79,17 @@ def build(args: ImagesArgs) -> serve.Application:
         ).bind(policy.serving.app, args.weights, args.threads_per_replica, 2 * policy.serving.request_deadline_s)
         for node in gpu_nodes(ray.nodes(), args.nodes)
     }
-    limits = Limits(model=args.model, sizes=(Size(recipe.image.width, recipe.image.height),))
+    size = Size(recipe.image.width, recipe.image.height)
+    limits = Limits(
+        model=args.model,
+        sizes=(size,),
+        guidance=recipe.guidance,
+        quality_steps=args.quality_steps,
+        images_max=args.images_max,
+        prompt_chars_max=args.prompt_chars_max,
+        steps_max=args.steps_max,
+        waiting_max=args.waiting_max,
+    )
     gateway = Gateway.options(
         num_replicas=args.gateways,
         ray_actor_options={"num_cpus": 0, "label_selector": args.gateway_labels},

@@ -12,6 +12,7 @@ import gc
 import json
 import os
 import shutil
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,10 +34,12 @@ from tidegate.checkpoint.restore import restore
 from tidegate.checkpoint.ring import shared_ring
 from tidegate.checkpoint.tiers import Disk, Tier
 
+READS_OF_DISK = 4
+
 
 @dataclass(frozen=True, slots=True)
 class Took:
-    """Of one round, in seconds."""
+    """Of one round, in seconds; from disk the medians of `READS_OF_DISK`."""
 
     bytes: int
     disk_s: float
@@ -97,11 +100,20 @@ def measure(folder: Path, width: int = WIDTH, layers: int = LAYERS) -> Took:
         return took
 
     try:
+        # In turn, each first as often as second: a disk's speed may change from one second to the next.
+        reads = {
+            "disk": lambda: checked(from_tier(Disk(folder / "ours"))),
+            "raw": lambda: timed(lambda: read_direct(shard)),
+        }
+        took: dict[str, list[float]] = {name: [] for name in reads}
+        for number in range(READS_OF_DISK):
+            for name in sorted(reads, reverse=number % 2 == 1):
+                took[name].append(reads[name]())
         return Took(
             bytes=sum(one.nbytes for one in state.values()),
-            disk_s=checked(from_tier(Disk(folder / "ours"))),
+            disk_s=statistics.median(took["disk"]),
             dcp_s=checked(lambda: dcp.load(dict(state), storage_reader=FileSystemReader(str(folder / "dcp")))),
-            raw_s=timed(lambda: read_direct(shard)),
+            raw_s=statistics.median(took["raw"]),
             memory_s=checked(from_tier(Memory([LocalShelf(memory.path)]))),
             memcpy_s=memcpy_seconds(state),
         )

@@ -23,7 +23,8 @@ from tidegate.arbiter.messages import (
 from tidegate.arbiter.moves import Evict
 from tidegate.arbiter.states import ClaimState
 from tidegate.ids import ClaimId, GatewayId, Generation, GpuId, NodeId, ProviderName, Tier
-from tidegate.spec.policy import Policy, ProviderSpec
+from tidegate.spec.policy import Policy
+from tidegate.spec.providers import ProviderSpec
 from tidegate.telemetry.goodput import SpanBook
 from tidegate.testing.fake_clock import FakeClock
 from tidegate.testing.fake_fleet import CrashedError, FakeFleet

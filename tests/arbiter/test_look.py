@@ -119,7 +119,7 @@ def test_tenants_without_a_run() -> None:
 
 def test_providers_over_several_gateways() -> None:
     def gateway(*seen: ProviderSeen) -> dict[str, Any]:
-        keys = ("name", "state", "ongoing", "slots", "price_per_image_usd", "latency_s", "spent_usd")
+        keys = ("name", "state", "ongoing", "slots", "price_per_image_usd", "latency_s", "spent_usd", "why")
         return {"providers": [{key: getattr(one, key) for key in keys} for one in seen]}
 
     found = {

@@ -13,14 +13,15 @@ import pytest
 from tidegate.arbiter.messages import Action, HealthReport
 from tidegate.clock import SystemClock
 from tidegate.health.agent import HealthAgent, Reporter
+from tidegate.health.drills import Drill, DrillError
 from tidegate.health.feeds import Feed
-from tidegate.health.judge import History
+from tidegate.health.history import History
 from tidegate.health.memory import FileMemory
 from tidegate.health.node_feeds import nvml_feed
 from tidegate.health.readings import Reading, Round, Signal, Source, Status
 from tidegate.health.sources.nvml import NvmlSource
-from tidegate.ids import NodeId
-from tidegate.spec.policy import HealthSpec, TemperatureRule
+from tidegate.ids import ClaimId, GpuId, NodeId
+from tidegate.spec.policy import HealthSpec, RuleOverride, TemperatureRule
 from tidegate.testing.fake_nvml import NvmlState, uuid_of
 from tidegate.testing.memory_arbiter import MemoryArbiter
 from waiting import until, wait_until
@@ -268,7 +269,7 @@ def test_a_person_can_set_a_lost_gpu_healthy(bench: Bench, state: NvmlState) -> 
         assert rules(await agent.tick()) == ["gpu_lost"]
         agent.set_healthy(uuid_of("node-a", 0))
         assert rules(await agent.tick()) == []
-        assert FileMemory(bench.file, "boot-1").load() == History(), "it is forgotten on disk too"
+        assert FileMemory(bench.file, "boot-1").load().traces == {}, "it is forgotten on disk too"
 
     asyncio.run(story())
 
@@ -370,5 +371,41 @@ def test_the_loop_keeps_its_period(bench: Bench) -> None:
         await until(lambda: len(bench.dials.shown) >= 11, 10, "eleven looks")
         assert time.monotonic() - started_s >= 0.48, "ten periods"
         running.cancel()
+
+    asyncio.run(story())
+
+
+def test_gpus_are_compared_while_the_arbiter_says_that_they_work_together(bench: Bench, state: NvmlState) -> None:
+    async def story() -> None:
+        at_once = {"sm_clock_warn": RuleOverride(for_s=0.0)}
+        agent = bench.agent(SPEC.model_copy(update={"rules": at_once}))
+        for index in range(4):
+            state.set(index, "processes", 1)
+        state.set(2, "clock.1", 1200)
+        await ticks_until(agent, lambda report: report.gpus, "GPUs")
+        for _ in range(3):
+            assert rules(await agent.tick()) == [], "nobody works together yet"
+        bench.arbiter.gangs = {GpuId(uuid_of("node-a", index)): ClaimId("run") for index in range(4)}
+        report = await ticks_until(agent, lambda report: rules(report) == ["sm_clock_warn"], "the slow one")
+        assert report.verdicts[0].gpu == uuid_of("node-a", 2)
+
+    asyncio.run(story())
+
+
+def test_a_drill_says_what_would_follow_and_only_without_dry_run_it_does(bench: Bench, state: NvmlState) -> None:
+    async def story() -> None:
+        agent = bench.agent()
+        await ticks_until(agent, lambda report: report.gpus, "GPUs")
+        gpu = uuid_of("node-a", 1)
+        [would] = agent.drill(Drill.HOT_GPU, gpu, dry_run=True)
+        assert (would.rule, would.gpu) == ("temperature", gpu)
+        assert rules(await agent.tick()) == []
+        [verdict] = agent.drill(Drill.HOT_GPU, gpu, dry_run=False)
+        assert verdict.evidence == "79 °C, limit 78 °C (a drill)"
+        assert rules(await agent.tick()) == ["temperature"]
+        with pytest.raises(DrillError, match="needs one of: GPU-"):
+            agent.drill(Drill.XID, "GPU-nowhere", dry_run=True)
+        with pytest.raises(DrillError, match="none is there"):
+            agent.drill(Drill.IB_FLAP, dry_run=True)
 
     asyncio.run(story())

@@ -33,8 +33,9 @@ class Listener:
     def __init__(self) -> None:
         self._newest: HealthReport | None = None
 
-    async def report_health(self, report: HealthReport) -> None:
+    async def report_health(self, report: HealthReport) -> dict[str, str]:
         self._newest = report
+        return {}
 
     async def newest(self) -> HealthReport | None:
         return self._newest

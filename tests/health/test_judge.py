@@ -11,9 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidegate.arbiter.messages import Action, Verdict, When
-from tidegate.health.judge import Finding, History, gap_s, judge
+from tidegate.health.history import History
+from tidegate.health.judge import Finding, gap_s, judge
 from tidegate.health.readings import Reading, Signal, Status
-from tidegate.health.rules import DEADLINE_MISSED, rules_of
+from tidegate.health.rules import rules_of
+from tidegate.health.table import DEADLINE_MISSED
 from tidegate.ids import GpuId, NodeId, Tier
 from tidegate.spec.policy import HealthSpec, TemperatureRule
 
@@ -116,7 +118,7 @@ def test_a_cool_gpu_comes_back_after_the_release_time_and_not_before() -> None:
     assert played.rules == ["temperature"]
     assert played.play([celsius(601, 70)]).rules == []
     assert played.findings[-1].text.startswith("lifted")
-    assert played.history == History(), "nothing is remembered of a healthy GPU"
+    assert played.history.traces == {}, "nothing is remembered of a healthy GPU"
 
 
 @pytest.mark.parametrize("between", [71.0, 78.0, 79.0])
@@ -237,9 +239,10 @@ def test_no_rule_is_named_twice_and_each_says_how_it_ends() -> None:
 
 def test_a_verdict_of_a_rule_that_is_no_more_goes_with_it() -> None:
     played = Played().play([celsius(0, 79)])
-    (standing,) = [trace for trace in played.history.traces if trace.standing is not None]
-    assert judge([], History((standing,)), SPEC, 1.0).verdicts == played.verdicts
-    assert judge([], History((replace(standing, rule="removed"),)), SPEC, 1.0).verdicts == ()
+    (standing,) = [trace for trace in played.history.traces.values() if trace.standing is not None]
+    assert judge([], History({standing.key: standing}), SPEC, 1.0).verdicts == played.verdicts
+    gone = replace(standing, rule="removed")
+    assert judge([], History({gone.key: gone}), SPEC, 1.0).verdicts == ()
 
 
 def test_implausible_and_refused_values_are_findings_and_unsupported_is_none() -> None:

@@ -31,5 +31,15 @@ def stand_in_process() -> Iterator[StandIn]:
 @pytest.fixture
 def stand_in(stand_in_process: StandIn) -> StandIn:
     """The stand-in with all faults taken back. Its counts go on over tests: compare with those before."""
-    stand_in_process.control(fault="status", times=0, latency_s=0.02, slots=8, refuse_response_format=False)
+    stand_in_process.control(
+        fault="status",
+        times=0,
+        latency_s=0.02,
+        latency_sigma=0.0,
+        slots=8,
+        queue_max=1000,
+        forget=True,
+        key="",
+        refuse_response_format=False,
+    )
     return stand_in_process

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from tidegate.spec.policy import ProviderSpec
+from tidegate.spec.providers import ProviderSpec
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,12 @@ class StandIn:
 
     def stats(self) -> dict[str, int]:
         return dict(httpx.get(f"{self.url}/stats").json())
+
+    def face(self, kind: str) -> dict[str, Any]:
+        """Where a kind of provider finds its face, and by which name its model."""
+        path = {"openai": "/v1", "fal": "/fal", "replicate": "/replicate/v1"}[kind]
+        model = "stand-in-image" if kind == "openai" else "stand-in/image"
+        return {"kind": kind, "base_url": f"{self.url}{path}", "models": {"tidegate-digits": model}}
 
     def spec(self, **more: Any) -> ProviderSpec:
         settings: dict[str, Any] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,16 +11,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidegate.ids import RequestId
-from tidegate.serve.admission import SEED_LIMIT, Limits, Refused, admit
-from tidegate.serve.api import ApiError, images_answer, parse_body
+from tidegate.serve.admission import SEED_LIMIT, Admitted, Limits, Refused, Reply, admit
+from tidegate.serve.api import ApiError, ImagesBody, parse_body
+from tidegate.serve.pictures import images_answer
 from tidegate.serve.work import ImageJob, Made, Size
 
-LIMITS = Limits(model="m", sizes=(Size(8, 8), Size(16, 8)), waiting_max=5)
+LIMITS = Limits(model="m", sizes=(Size(8, 8), Size(16, 8)), waiting_max=5, quality_steps={"low": 4})
 
 
-def decide(waiting: int = 0, **body: Any) -> ImageJob | Refused:
+def admitted(waiting: int = 0, limits: Limits = LIMITS, **body: Any) -> Admitted | Refused:
     raw = json.dumps({"prompt": "a two"} | body).encode()
-    return admit(parse_body(raw), LIMITS, request=RequestId("r"), waiting=waiting, drawn_seed=77)
+    return admit(parse_body(raw, ImagesBody), limits, request=RequestId("r"), waiting=waiting, drawn_seed=77)
+
+
+def decide(waiting: int = 0, limits: Limits = LIMITS, **body: Any) -> ImageJob | Refused:
+    decided = admitted(waiting, limits, **body)
+    return decided if isinstance(decided, Refused) else decided.job
 
 
 def test_defaults_are_filled_in() -> None:
@@ -37,11 +44,43 @@ def test_what_the_client_asks_for_is_kept() -> None:
     assert job.local_only
 
 
-def test_openais_own_fields_are_accepted() -> None:
-    body = {"quality": "high", "style": "vivid", "background": "auto", "user": "u", "moderation": "low"}
-    nulls = {"n": None, "size": None, "stream": None, "response_format": None}
-    assert isinstance(decide(**body, **nulls, output_compression=90), ImageJob)
+def test_openais_own_fields_are_accepted_where_they_are_true() -> None:
+    body = {"quality": "auto", "background": "opaque", "user": "u", "safety_identifier": "s", "moderation": "low"}
+    nulls = {"n": None, "size": None, "stream": None, "response_format": None, "style": None, "negative_prompt": ""}
+    assert isinstance(decide(**body, **nulls), ImageJob)
     assert isinstance(decide(response_format="b64_json", output_format="png", size="auto", stream=False), ImageJob)
+
+
+def test_quality_stands_for_steps_and_sides_for_a_size() -> None:
+    job = decide(quality="low", width=16, height=8, size="16x8")
+    assert isinstance(job, ImageJob)
+    assert (job.steps, job.size) == (4, Size(16, 8))
+
+
+def test_guidance_and_what_it_leads_away_from() -> None:
+    limits = replace(LIMITS, guidance=0.0)
+    guided = decide(limits=limits, guidance_scale=4, negative_prompt="hands")
+    assert isinstance(guided, ImageJob)
+    assert (guided.guidance, guided.negative_prompt) == (4, "hands")
+    for body, param in (
+        ({"negative_prompt": "hands"}, "negative_prompt"),  # the model's own guidance is 0: it would have no effect
+        ({"negative_prompt": "x" * 4001, "guidance_scale": 1}, "negative_prompt"),
+        ({"guidance_scale": -1}, "guidance_scale"),
+        ({"guidance_scale": 31}, "guidance_scale"),
+    ):
+        refused = decide(limits=limits, **body)
+        assert isinstance(refused, Refused)
+        assert (refused.status, refused.param) == (400, param)
+
+
+def test_how_pictures_are_handed_over() -> None:
+    """C170: `url`, `b64_json` or none."""
+    jpeg = admitted(output_format="jpeg", output_compression=40, response_format="url")
+    stream = admitted(stream=True, partial_images=0)
+    assert isinstance(jpeg, Admitted)
+    assert isinstance(stream, Admitted)
+    assert jpeg.reply == Reply(format="jpeg", compression=40, as_url=True)
+    assert stream.reply == Reply(stream=True)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], int, str | None]] = {
@@ -59,9 +98,25 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str | None]] = {
     "huge seed": ({"seed": SEED_LIMIT}, 400, "seed"),
     "steps zero": ({"num_inference_steps": 0}, 400, "num_inference_steps"),
     "many steps": ({"num_inference_steps": 10_000}, 400, "num_inference_steps"),
-    "url": ({"response_format": "url"}, 400, "response_format"),
-    "jpeg": ({"output_format": "jpeg"}, 400, "output_format"),
-    "stream": ({"stream": True}, 400, "stream"),
+    "a response format of nobody's": ({"response_format": "xml"}, 400, "response_format"),
+    "url in a stream": ({"response_format": "url", "stream": True}, 400, "response_format"),
+    "gif": ({"output_format": "gif"}, 400, "output_format"),
+    "compressed png": ({"output_compression": 50}, 400, "output_compression"),
+    "compression above 100": ({"output_compression": 101, "output_format": "webp"}, 400, "output_compression"),
+    "quality that isn't made": ({"quality": "high"}, 400, "quality"),
+    "quality and steps": ({"quality": "low", "num_inference_steps": 3}, 400, "quality"),
+    "style": ({"style": "vivid"}, 400, "style"),
+    "transparent": ({"background": "transparent"}, 400, "background"),
+    "moderation": ({"moderation": "strict"}, 400, "moderation"),
+    "negative prompt": ({"negative_prompt": "hands"}, 400, "negative_prompt"),
+    "guidance": ({"guidance_scale": 4}, 400, "guidance_scale"),
+    "svg": ({"svg": {"model": "x"}}, 400, "svg"),
+    "frames": ({"frame_count": 3}, 400, "frame_count"),
+    "a width alone": ({"width": 8}, 400, "width"),
+    "a height alone": ({"height": 8}, 400, "height"),
+    "sides against size": ({"width": 8, "height": 8, "size": "16x8"}, 400, "size"),
+    "C173 odd sides": ({"width": 9, "height": 8}, 400, "width"),
+    "a width of 4000 digits": ({"width": 10**4000, "height": 8}, 400, "width"),
     "partial images": ({"partial_images": 2}, 400, "partial_images"),
 }
 
@@ -92,11 +147,15 @@ def test_a_full_line_says_when_to_come_back() -> None:
         (b'{"prompt": "x", "n": "3"}', "n", "invalid_type"),
         (b'{"prompt": "x", "n": true}', "n", "invalid_type"),
         (b'{"prompt": null}', "prompt", "invalid_type"),
+        (b'{"prompt": "x", "guidance_scale": NaN}', None, "invalid_json"),
+        (b'{"prompt": "half a pair: \\ud83d"}', None, "invalid_json"),
+        (b'{"prompt": "half a pair: \xed\xa0\xbd"}', None, "invalid_json"),
+        (b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}", None, "invalid_json"),
     ],
 )
 def test_a_bad_body_is_a_400_that_names_the_field(raw: bytes, param: str | None, code: str) -> None:
     with pytest.raises(ApiError) as refused:
-        parse_body(raw)
+        parse_body(raw, ImagesBody)
     assert (refused.value.status, refused.value.param, refused.value.code) == (400, param, code)
     error = refused.value.body()["error"]
     assert set(error) == {"message", "type", "param", "code"}
@@ -106,14 +165,14 @@ def test_a_bad_body_is_a_400_that_names_the_field(raw: bytes, param: str | None,
 def status_of(raw: bytes) -> int:
     """200 where it is admitted."""
     try:
-        decided = admit(parse_body(raw), LIMITS, request=RequestId("r"), waiting=0, drawn_seed=1)
+        decided = admit(parse_body(raw, ImagesBody), LIMITS, request=RequestId("r"), waiting=0, drawn_seed=1)
     except ApiError as error:
         return error.status
     return decided.status if isinstance(decided, Refused) else 200
 
 
 values = st.none() | st.booleans() | st.integers() | st.text(max_size=5) | st.just([1]) | st.just({"a": 1})
-fields = st.sampled_from(["prompt", "n", "size", "seed", "model", "stream", "user", "local_only"]) | st.text(max_size=3)
+fields = st.sampled_from(sorted(ImagesBody.model_fields)) | st.text(max_size=3)
 
 
 @settings(max_examples=50)
@@ -137,10 +196,13 @@ def test_what_is_admitted_is_in_bounds(n: int, seed: int | None, size: str) -> N
 
 def test_the_answer_names_size_format_and_seed() -> None:
     """C175, C176: filled in, and one item for each picture."""
-    body = images_answer(Made(pngs=(b"a", b"b"), seed=7), Size(8, 8), 12.9)
+    made = Made(pngs=(b"a", b"b"), seed=7)
+    body = images_answer(made, made.pngs, Size(8, 8), Reply(), 12.9)
     assert (body["created"], body["size"], body["output_format"], body["seed"]) == (12, "8x8", "png", 7)
     assert [item["b64_json"] for item in body["data"]] == ["YQ==", "Yg=="]
-    assert "seed" not in images_answer(Made(pngs=(b"a",), seed=None), Size(8, 8), 0)
+    assert "seed" not in images_answer(Made(pngs=(b"a",), seed=None), (b"a",), Size(8, 8), Reply(), 0)
+    as_url = images_answer(made, made.pngs, Size(8, 8), Reply(format="webp", as_url=True), 0)
+    assert as_url["data"][0] == {"url": "data:image/webp;base64,YQ=="}
 
 
 def test_retry_headers() -> None:

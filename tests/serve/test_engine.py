@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,6 +47,21 @@ def test_a_seed_means_one_picture_alone_or_in_a_batch(first: Path) -> None:
     assert took_s > 0
     image = Image.open(io.BytesIO(alone[0]))
     assert (image.format, image.size, image.mode) == ("PNG", (8, 8), "L")
+
+
+def test_guidance_and_a_negative_prompt_change_the_picture(first: Path) -> None:
+    engine = Engine(first, threads=1)
+    own, none, guided, away = (
+        engine.generate(["a two"], [7], steps=4, **how)[0][0]
+        for how in (
+            dict[str, Any](),
+            {"guidance": CONFIG.sample.guidance},
+            {"guidance": 3.0},
+            {"guidance": 3.0, "negative": "a seven"},
+        )
+    )
+    assert own == none
+    assert len({own, guided, away}) == 3
 
 
 def test_it_stops_between_two_steps(first: Path) -> None:

@@ -24,7 +24,8 @@ from tidegate.serve.providers import connect
 from tidegate.serve.router_registry import PoolSeen
 from tidegate.serve.routing import RouteRequest, ToLocal
 from tidegate.serve.work import EngineFailedError, ImageJob, Made, PoolBusyError, PoolLostError, Size
-from tidegate.spec.policy import ProviderSpec, ServingSpec
+from tidegate.spec.policy import ServingSpec
+from tidegate.spec.providers import ProviderSpec
 from waiting import others_first, until
 
 A = PoolName("a")
@@ -431,3 +432,51 @@ def test_a_request_that_comes_back_keeps_its_place_in_the_line(street: Street) -
         assert house.pools.made.index(RequestId("0")) < 3
 
     street.run(story, Pools(turns=15))
+
+
+def test_the_stronger_class_is_placed_first(street: Street) -> None:
+    """Two of a lower class wait already; one of a higher class that comes later goes before them."""
+    pools = Pools(replicas=0)
+
+    async def story(house: House) -> None:
+        asked = []
+        for name, priority in (("batch-1", 1), ("batch-2", 1), ("interactive", 0)):
+            asked.append(asyncio.create_task(house.ask(name, priority=priority)))
+            await until(lambda: house.flow.dispatcher.waiting == len(asked), 5, f"{name} to wait")
+        pools.replicas = 1
+        house.flow.dispatcher.look()
+        await asyncio.gather(*asked)
+        assert pools.made[0] == "interactive"
+
+    street.run(story, pools, spec=ServingSpec(patience_s=5, request_deadline_s=5))
+
+
+def test_a_purchase_is_noted_before_it_is_made_and_unmade_when_refused(street: Street, stand_in: StandIn) -> None:
+    noted: list[tuple[bool, int]] = []
+    stand_in.control(fault="status", status=500, times=1)
+
+    async def buying(yes: bool) -> None:
+        noted.append((yes, stand_in.stats()["requests"]))
+
+    async def story(house: House) -> None:
+        now_s = SystemClock().now_s()
+        house.ledger.accept(JOB.request, now_s)
+        await house.flow.answer(JOB, now_s, deadline_s=now_s + 10, buying=buying)
+        house.ledger.end(JOB.request, now_s, Outcome.ANSWERED)
+
+    street.run(story, Pools(replicas=0), stand_in.spec(cooldown_s=0.1))
+    first = noted[0][1]
+    assert noted == [(True, first), (False, first + 1), (True, first + 1)]
+
+
+@pytest.mark.parametrize("more", [{"guidance": 3.0}, {"negative_prompt": "hands"}])
+def test_what_no_provider_has_a_word_for_never_leaves(street: Street, stand_in: StandIn, more: dict[str, Any]) -> None:
+    before = stand_in.stats()["requests"]
+
+    async def story(house: House) -> None:
+        with pytest.raises(ApiError) as refused:
+            await house.ask(**more)
+        assert refused.value.status == 503
+
+    street.run(story, Pools(replicas=0), stand_in.spec(), spec=ServingSpec(patience_s=0.1, request_deadline_s=0.2))
+    assert stand_in.stats()["requests"] == before

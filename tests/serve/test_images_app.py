@@ -46,6 +46,9 @@ def test_shares_of_a_gpu_are_refused_with_the_numbers(images: ModuleType, share:
 
 
 def test_a_misspelt_argument_is_refused(images: ModuleType) -> None:
+    """C023: a limit that is written where none is read is refused when the app is built."""
+    with pytest.raises(ValueError, match="max_queued_requests"):
+        images.ImagesArgs(weights="w", max_queued_requests=50)
     with pytest.raises(ValueError, match="gatewais"):
         images.ImagesArgs(weights="w", gatewais=2)
 

@@ -17,9 +17,9 @@ from tidegate.ids import RequestId
 from tidegate.ports import free_port
 from tidegate.serve.providers import connect
 from tidegate.serve.providers.base import ProviderAmbiguousError, ProviderError, ProviderRefusedError
-from tidegate.serve.providers.openai import retry_after_s
+from tidegate.serve.providers.wire import retry_after_s
 from tidegate.serve.work import ImageJob, Made, Size
-from tidegate.spec.policy import ProviderSpec
+from tidegate.spec.providers import ProviderSpec
 
 NOW = 1_000_000.0
 

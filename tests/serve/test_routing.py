@@ -114,6 +114,31 @@ TABLE: dict[str, tuple[RouteRequest, View, Step]] = {
         view(pool(), provider(models=frozenset({"x"})), spillway=OPEN),
         Wait(NOW + 30),
     ),
+    "C158 a provider without a word for the seed": (
+        request(needs=frozenset({"seed"})),
+        view(pool(), provider("p", price=9), provider("q", honours=frozenset({"steps"})), spillway=OPEN),
+        TO_P,
+    ),
+    "more pictures than it makes at once": (
+        request(images=3),
+        view(pool(), provider("p", price=9, images_max=4), provider("q", images_max=2), spillway=OPEN),
+        TO_P,
+    ),
+    "the cheapest for this size": (
+        request(),
+        view(pool(), provider("p", price=9, prices_usd={SMALL: 0.001}), provider("q"), spillway=OPEN),
+        TO_P,
+    ),
+    "over budget: free in this size": (
+        request(),
+        broke(pool(replicas=0), provider("p", price=9, prices_usd={SMALL: 0.0})),
+        TO_P,
+    ),
+    "one that drifted takes nothing": (
+        request(),
+        view(pool(), provider("p", price=9), provider("q", closed="drifted"), spillway=OPEN),
+        TO_P,
+    ),
     "C155 all rest, one is back in time": (
         request(),
         view(provider(rests_s=4), provider("q", rests_s=20), provider("r", rests_s=60), spillway=OPEN),
@@ -194,6 +219,10 @@ providers_st = st.lists(
         latency_s=st.none() | st.floats(0, 5),
         models=st.sampled_from([frozenset({"m"}), frozenset({"x"}), frozenset({"m", "x"})]),
         sizes=st.sampled_from([None, frozenset({SMALL}), frozenset({Size(16, 16)})]),
+        honours=st.none() | st.frozensets(st.sampled_from(["size", "seed", "seeds", "steps"])),
+        images_max=st.none() | st.integers(1, 4),
+        prices_usd=st.dictionaries(st.just(SMALL), st.sampled_from([0.0, 0.5]), max_size=1),
+        closed=st.none() | st.just("drifted"),
     ),
     max_size=3,
     unique_by=lambda p: p.name,
@@ -216,6 +245,8 @@ requests_st = st.builds(
     bought=st.booleans(),
     excluded_pools=st.frozensets(st.sampled_from(["a", "b", "c"]).map(PoolName), max_size=2),
     excluded_providers=st.frozensets(st.sampled_from(["p", "q", "r"]).map(ProviderName), max_size=2),
+    needs=st.frozensets(st.sampled_from(["size", "seed", "seeds", "steps"])),
+    images=st.integers(1, 5),
 )
 
 
@@ -237,7 +268,10 @@ def test_every_step_is_allowed(asked: RouteRequest, seen: View, ahead: int) -> N
             assert taken.resting_until_s <= NOW
             assert "m" in taken.models
             assert taken.sizes is None or SMALL in taken.sizes
-            assert seen.over_budget is None or taken.price_per_image_usd == 0
+            assert seen.over_budget is None or taken.price_usd(SMALL) == 0
+            assert taken.honours is None or asked.needs <= taken.honours
+            assert taken.images_max is None or asked.images <= taken.images_max
+            assert taken.closed is None
             assert not any(p.replicas and p.free_slots and p.pool not in asked.excluded_pools for p in seen.pools)
         case Wait(until_s):
             assert NOW < until_s <= asked.deadline_s
@@ -253,6 +287,14 @@ def test_spills_before_it_fails(asked: RouteRequest, seen: View) -> None:
     ready = replace(provider("ready", price=9.0), resting_until_s=0.0)
     step = pick(late, replace(seen, providers=(*seen.providers, ready), over_budget=None), NOW)
     assert isinstance(step, ToLocal | ToProvider)
+
+
+@given(requests_st, views_st)
+def test_what_a_request_does_not_ask_for_keeps_nobody_out(asked: RouteRequest, seen: View) -> None:
+    """Asking for less never turns a way that was open into a refusal."""
+    plain = replace(asked, needs=frozenset(), images=1)
+    if isinstance(pick(asked, seen, NOW), ToProvider):
+        assert isinstance(pick(plain, seen, NOW), ToProvider)
 
 
 @given(requests_st, views_st)

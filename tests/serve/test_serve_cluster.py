@@ -258,6 +258,18 @@ def test_an_answer_names_its_row_in_the_ledger(room: Room) -> None:
     wait_until(lambda: outcomes() == ["answered", "refused"], 20, "the ledger's rows")
 
 
+def test_a_job_is_made_by_a_replica_and_fetched_later(room: Room) -> None:
+    room.order(Spillway.CLOSED)
+    jobs = f"{room.url}/v1/images/jobs"
+    submitted = httpx.post(jobs, json={"prompt": "a seven", "seed": 9, "local_only": True}, timeout=20)
+    assert submitted.status_code == 202
+    address = f"{room.url}{submitted.headers['location']}"
+    wait_until(lambda: httpx.get(address).json()["ended_at"], 30, "the job to end")
+    job = httpx.get(address).json()
+    assert (job["status"], job["backend"]) == ("succeeded", f"local/{room.pool}")
+    assert base64.b64decode(job["answer"]["data"][0]["b64_json"]) == room.make("a seven", seed=9)[1]
+
+
 def test_pools_to_zero_under_load_and_back(room: Room) -> None:
     """C003: no request fails on the way down, at zero, or on the way up; the last test holds the books to it."""
     room.order(Spillway.CLOSED)

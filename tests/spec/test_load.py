@@ -49,7 +49,11 @@ def test_an_empty_file_is_all_defaults() -> None:
         ("arbiter: {tick_s: 0}", "arbiter.tick_s: input should be greater than 0, got 0"),
         ("serving: {patience_s: 999999999}", "serving.patience_s: input should be less than or equal to 2592000"),
         ("providers:\n- name: a\n- name: b\n  base_url: x\n", "policy.yaml:2: providers[0].base_url: missing"),
-        ("providers:\n- name: a\n  base_url: x\n  kind: fal\n", "policy.yaml:4: providers[0].kind"),
+        ("providers:\n- name: a\n  base_url: x\n  prices_usd: {512: 0.1}\n", "policy.yaml:4: providers[0].prices_usd"),
+        ("providers:\n- name: a\n  base_url: x\n  sizes: [512]\n", "policy.yaml:4: providers[0].sizes"),
+        ("providers:\n- name: a\n  base_url: x\n  sizes: [512by512]\n", "policy.yaml:4: providers[0].sizes"),
+        ("providers:\n- name: a\n  base_url: x\n  fields: {speed: x}\n", "policy.yaml:4: providers[0].fields"),
+        ("providers:\n- name: a\n  base_url: x\n  kind: fax\n", "policy.yaml:4: providers[0].kind"),
         (
             "providers:\n- {name: a, base_url: x}\n- {name: a, base_url: y}\n",
             "providers must have different names",

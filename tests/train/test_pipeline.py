@@ -159,17 +159,26 @@ def test_the_engine_paints_what_diffusers_paints(exported: Path) -> None:
     assert ours.shape == (2, 16, 32, 3)
     pipeline = DiffusionPipeline.from_pretrained(exported)
     pipeline.set_progress_bar_config(disable=True)
-    theirs = pipeline(
-        ["a red fox", "snow"],
-        width=32,
-        height=16,
-        num_inference_steps=3,
-        guidance_scale=2.0,
-        max_sequence_length=LENGTH,
-        generator=[torch.Generator().manual_seed(seed) for seed in (7, 8)],
-        output_type="np",
-    ).images
-    assert np.abs(ours - (theirs * 255)).max() <= 1
+
+    def theirs(prompts: list[str], seeds: list[int], guidance: float, negative: str | None) -> np.ndarray:
+        made = pipeline(
+            prompts,
+            negative_prompt=negative,
+            width=32,
+            height=16,
+            num_inference_steps=3,
+            guidance_scale=guidance,
+            max_sequence_length=LENGTH,
+            generator=[torch.Generator().manual_seed(seed) for seed in seeds],
+            output_type="np",
+        )
+        return np.asarray(made.images) * 255
+
+    assert np.abs(ours - theirs(["a red fox", "snow"], [7, 8], 2.0, None)).max() <= 1
+    led, _ = engine.generate(["snow"], [8], guidance=300.0, negative="a red fox")  # untrained weights hardly listen
+    led_pixels = np.asarray(Image.open(io.BytesIO(led[0])))
+    assert np.abs(led_pixels - theirs(["snow"], [8], 300.0, "a red fox")[0]).max() <= 1
+    assert np.abs(led_pixels.astype(int) - ours[1]).max() > 5
     alone, _ = engine.generate(["snow"], [8])
     assert np.abs(np.asarray(Image.open(io.BytesIO(alone[0]))).astype(int) - ours[1]).max() <= 1
     assert engine.generate(["snow"], [8], steps=1)[0] != alone

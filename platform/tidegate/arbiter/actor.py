@@ -34,7 +34,7 @@ from tidegate.arbiter.states import ENDED, ClaimState
 from tidegate.arbiter.status import status_of
 from tidegate.clock import SystemClock
 from tidegate.errors import ClaimUndoneError
-from tidegate.ids import ClaimId, Tier
+from tidegate.ids import ClaimId, GpuId, Tier
 from tidegate.spec.policy import Policy
 from tidegate.telemetry.goodput import SPANS, Owner, SpanBook
 
@@ -70,11 +70,12 @@ class Arbiter:
         await _come(lambda: self._loop.book.orders.generation != report.acked, wait_s)
         return self._loop.book.orders
 
-    async def report_health(self, report: HealthReport) -> None:
+    async def report_health(self, report: HealthReport) -> dict[GpuId, ClaimId]:
         before = self._loop.health.get(report.node)
         self._loop.health[report.node] = report
         if before is None or [v.rule for v in before.verdicts] != [v.rule for v in report.verdicts]:
             self._wake.set()
+        return self._loop.gangs_at(report)
 
     async def report_gang(self, report: GangReport) -> GangOrders:
         orders = self._loop.report_gang(report)

@@ -27,7 +27,7 @@ from tidegate.arbiter.messages import (
     Weights,
 )
 from tidegate.errors import ArbiterSilentError, NoArbiterError, TidegateError
-from tidegate.ids import ClaimId, Tier
+from tidegate.ids import ClaimId, GpuId, Tier
 from tidegate.spec.policy import Policy
 
 ACTOR_NAME = "arbiter"
@@ -62,8 +62,10 @@ class ArbiterClient:
         orders: Orders = await self._ask("exchange", report, wait_s)
         return orders
 
-    async def report_health(self, report: HealthReport) -> None:
-        await self._ask("report_health", report)
+    async def report_health(self, report: HealthReport) -> dict[GpuId, ClaimId]:
+        """A node's report; the answer is which gang computes on which of its GPUs."""
+        gangs: dict[GpuId, ClaimId] = await self._ask("report_health", report)
+        return gangs
 
     async def report_replica(self, app: str, report: ReplicaReport) -> Weights | None:
         """A replica's report; the answer is what it should serve, None where nothing was published."""

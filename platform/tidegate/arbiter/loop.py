@@ -16,6 +16,7 @@ from tidegate.arbiter.messages import (
     Action,
     ClaimSpec,
     GangOrders,
+    GangPhase,
     GangReport,
     GatewayReport,
     HealthReport,
@@ -35,6 +36,9 @@ from tidegate.errors import UnknownSubjectError
 from tidegate.ids import ClaimId, GatewayId, GpuId, NodeId, PoolName, Tier
 from tidegate.spec.policy import Policy
 from tidegate.telemetry.goodput import Span, SpanBook
+
+GANG_SILENT_S = 5.0
+"""A gang that has not reported for this long is not known to compute."""
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +79,8 @@ class ArbiterLoop:
     gateways: dict[GatewayId, GatewayReport] = field(init=False, default_factory=dict)
     health: dict[NodeId, HealthReport] = field(init=False, default_factory=dict)
     gangs: dict[ClaimId, GangReport] = field(init=False, default_factory=dict)
+    gang_of: dict[GpuId, ClaimId] = field(init=False, default_factory=dict)
+    """Whose rank stands on a GPU, by the gangs' newest reports."""
     replicas: dict[str, ReplicaReport] = field(init=False, default_factory=dict)
     _overflow_since_s: float | None = field(init=False, default=None)
     _looked: bool = field(init=False, default=False)
@@ -155,6 +161,11 @@ class ArbiterLoop:
     def report_gang(self, report: GangReport) -> GangOrders:
         before = self.gangs.get(report.claim)
         self.gangs[report.claim] = report
+        if before is None or before.gpus != report.gpus:
+            left = () if before is None else before.gpus
+            for gpu in (gpu for gpu in left if self.gang_of.get(gpu) == report.claim):
+                del self.gang_of[gpu]
+            self.gang_of.update(dict.fromkeys(report.gpus, report.claim))
         if before is None or (before.phase, before.gang_generation) != (report.phase, report.gang_generation):
             self.note(
                 JournalEntry(
@@ -166,6 +177,18 @@ class ArbiterLoop:
                 )
             )
         return _orders(report.claim, self.book.claims.get(report.claim))
+
+    def gangs_at(self, report: HealthReport) -> dict[GpuId, ClaimId]:
+        """The node's GPUs on which gangs compute now, and which: those of one gang should do equally well."""
+        at_work = {}
+        for gpu in report.gpus:
+            claim = self.gang_of.get(gpu.uuid)
+            gang = self.gangs.get(claim) if claim is not None else None
+            if claim is None or gang is None or gang.phase is not GangPhase.RUNNING:
+                continue
+            if self.clock.now_s() - gang.at_s <= GANG_SILENT_S:
+                at_work[gpu.uuid] = claim
+        return at_work
 
     def forecast(self, spec: ClaimSpec) -> Forecast:
         """What would become of this claim; raises as `file` does."""

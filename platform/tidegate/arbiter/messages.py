@@ -111,13 +111,15 @@ class PoolLoad:
 class ProviderSeen:
     name: ProviderName
     state: str
-    """`closed` (local GPUs have room), `open`, or `suspect` (cooling down after a failure)."""
+    """`closed` (local GPUs have room), `open`, or `suspect` (cooling down after a failure, or its pictures drifted)."""
     ongoing: int
     slots: int
     price_per_image_usd: float
     latency_s: float | None = None
     spent_usd: float = 0.0
     """Paid to it, by this gateway's ledger."""
+    why: str = ""
+    """The reason for its state, as a sentence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The commands that only look: `claims`, `nodes`, `watch`, `report`."""
+"""The commands that only look: `claims`, `nodes`, `providers`, `watch`, `report`, `audit`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from tidegate.cli.options import Address, Json, print_json, says_errors
+from tidegate.clock import SystemClock
 
 look = typer.Typer()
 
@@ -46,6 +47,21 @@ def nodes(address: Address = "auto", as_json: Json = False) -> None:
         console = Console()
         console.print(node_table(found))
         console.print(virtual_table(found))
+
+
+@look.command()
+@says_errors
+def providers(address: Address = "auto", as_json: Json = False) -> None:
+    """Where overflow may go, as virtual nodes: slots, price, latency, spend, and each one's state and why."""
+    from tidegate.cli.connect import ask
+    from tidegate.cli.tables import virtual_table
+    from tidegate.telemetry.fleet import virtual_nodes
+
+    found = ask(address, lambda arbiter: arbiter.status())
+    if as_json:
+        print_json(virtual_nodes(found))
+    else:
+        Console().print(virtual_table(found))
 
 
 @look.command()
@@ -94,3 +110,37 @@ def report(
         console = Console()
         for table in report_tables(found):
             console.print(table)
+
+
+@look.command()
+@says_errors
+def audit(
+    since: Annotated[str, typer.Option(help="Requests accepted since: `90m`, `2h`, `7d` ago, or an ISO time.")] = "1d",
+    state_dir: Annotated[
+        Path | None, typer.Option(help="The arbiter's `arbiter.state_dir`; asked of the arbiter if not given.")
+    ] = None,
+    grace_s: Annotated[float, typer.Option(min=0, help="A request may be under way for so long.")] = 120.0,
+    address: Address = "auto",
+    as_json: Json = False,
+) -> None:
+    """Prove from the ledgers that every request ended once (accepted = answered + refused + cancelled) and that none
+    was paid for twice. What breaks it is listed, and the exit code is 1.
+
+    It reads the gateways' files: run it where they lie, or give --state-dir a copy of them.
+    """
+    from tidegate.cli.audit import as_dict, audit_tables, read_audit, since_of
+    from tidegate.cli.connect import ask
+
+    now_s = SystemClock().now_s()
+    since_s = since_of(since, now_s)
+    if state_dir is None:
+        state_dir = Path(ask(address, lambda arbiter: arbiter.status())["state_dir"])
+    found = read_audit(state_dir, since_s, now_s, grace_s)
+    if as_json:
+        print_json(as_dict(found))
+    else:
+        console = Console()
+        for part in audit_tables(found):
+            console.print(part)
+    if not found.proven:
+        raise typer.Exit(1)

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from tidegate.cli.checkpoints import checkpoint
 from tidegate.cli.data import data
+from tidegate.cli.drill import drill_commands
 from tidegate.cli.health import health_commands
 from tidegate.cli.look import look
 from tidegate.cli.options import Address, Json, says_errors
@@ -40,6 +41,7 @@ on a Ray cluster that runs already, `tidegate up --app serve_apps/images.yaml`.
 
 app.add_typer(look)
 app.add_typer(health_commands)
+app.add_typer(drill_commands)
 app.add_typer(data, name="data")
 app.add_typer(checkpoint)
 

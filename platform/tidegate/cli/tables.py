@@ -74,7 +74,7 @@ def virtual_table(found: Mapping[str, Any]) -> Table | Text:
     rows = virtual_nodes(found)
     if not rows:
         return Text("no virtual nodes: no gateway reports a provider")
-    table = _table("virtual nodes", "provider", "state", "slots", "$ an image", "latency", "spent")
+    table = _table("virtual nodes", "provider", "state", "slots", "$ an image", "latency", "spent", "why")
     for row in rows:
         latency = f"{row['latency_s']:.2f} s" if row["latency_s"] is not None else "?"
         table.add_row(
@@ -84,6 +84,7 @@ def virtual_table(found: Mapping[str, Any]) -> Table | Text:
             f"{row['price_per_image_usd']:.4f}",
             latency,
             f"${row['spent_usd']:.2f}",
+            row["why"],
         )
     return table
 

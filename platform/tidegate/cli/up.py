@@ -16,6 +16,7 @@ from tidegate.cli.connect import connect
 from tidegate.cluster.node import ThisMachine, head_address
 from tidegate.errors import TidegateError
 from tidegate.health.on_ray import KEEPER_NAME, gpu_nodes, keep_agents, start_agents
+from tidegate.health.rules import rules_of
 from tidegate.ids import NodeId, health_agent_name
 from tidegate.spec.load import load_policy
 from tidegate.spec.policy import Policy
@@ -80,6 +81,7 @@ def bring_up(
         StartError: a part did not answer in time.
     """
     policy = load_policy(policy_path)
+    rules_of(policy.health)
     wanted = read_apps(apps) if apps else None
     dashboard_url = connect(address)
     try:

@@ -14,12 +14,14 @@ from typing import Protocol
 from tidegate.arbiter.messages import GpuSeen, HealthReport, Verdict
 from tidegate.clock import Clock
 from tidegate.errors import NoArbiterError
+from tidegate.health.drills import Drill, DrillError, readings_of
 from tidegate.health.events import EventFilter, named
 from tidegate.health.feeds import Feed, FeedRunner
-from tidegate.health.judge import Finding, History, judge
+from tidegate.health.history import History
+from tidegate.health.judge import Finding, judge
 from tidegate.health.latest import Latest
 from tidegate.health.readings import EVENTS, ListedGpu, Reading, Signal
-from tidegate.ids import GpuId, NodeId
+from tidegate.ids import ClaimId, GpuId, NodeId
 from tidegate.spec.policy import HealthSpec
 
 logger = logging.getLogger(__name__)
@@ -34,7 +36,8 @@ _FORGET_S = 900.0
 class Reporter(Protocol):
     """Who is told; `ArbiterClient` is one."""
 
-    def report_health(self, report: HealthReport) -> Awaitable[None]: ...
+    def report_health(self, report: HealthReport) -> Awaitable[Mapping[GpuId, ClaimId]]:
+        """The answer says which gang computes on which GPU of the node."""
 
 
 class Memory(Protocol):
@@ -96,6 +99,7 @@ class HealthAgent:
         self._silent: frozenset[str] = frozenset()
         self._sending: asyncio.Task[None] | None = None
         self._arbiter_away: str | None = None
+        self._gangs: Mapping[GpuId, ClaimId] = {}
         self._said: dict[tuple[str, str], str] = {}
         self._findings: deque[Finding] = deque(maxlen=_FINDINGS)
         self._verdicts: tuple[Verdict, ...] = ()
@@ -129,6 +133,29 @@ class HealthAgent:
         logger.warning("health: %s is set healthy by a person", subject)
         self._history = self._history.without(subject)
         self._memory.save(self._history)
+
+    def drill(self, drill: Drill, subject: str | None = None, *, dry_run: bool) -> tuple[Verdict, ...]:
+        """Take a made-up fault for true; what follows from it. `dry_run`: only say so.
+
+        Raises:
+            DrillError: the node has no such GPU or port.
+        """
+        now_s = self._clock.now_s()
+        gpus: list[str] = [gpu.uuid for gpu in self._gpus]
+        ports = list(self._spec.ib_ports or sorted(port for port in self._history.ports if "/" in port))
+        others: dict[Drill, list[str]] = {Drill.NVML_HANG: [self._node], Drill.IB_FLAP: ports}
+        there = others.get(drill, gpus)
+        if not there or (subject is not None and subject not in there):
+            raise DrillError(f"{drill} needs one of: {', '.join(there) or 'none is there'}\nhint: name it by --subject")
+        hot_celsius = self._spec.temperature.limit_celsius + 1
+        readings = readings_of(drill, self._node, subject or there[0], hot_celsius, now_s)
+        before = {verdict.rule for verdict in self._verdicts}
+        judgement = judge(readings, self._history, self._spec, now_s, self._gangs)
+        if not dry_run:
+            logger.warning("health: %s of %s is a drill", drill, subject or there[0])
+            self._history = judgement.history
+            self._memory.save(self._history)
+        return tuple(verdict for verdict in judgement.verdicts if verdict.rule not in before)
 
     def seen(self) -> Seen:
         """What is known now, with the age that each reading has."""
@@ -182,11 +209,10 @@ class HealthAgent:
 
     def _judged(self, readings: Sequence[Reading]) -> HealthReport:
         now_s = self._clock.now_s()
-        before = {trace.standing for trace in self._history.traces}
-        judgement = judge(readings, self._history, self._spec, now_s)
+        judgement = judge(readings, self._history, self._spec, now_s, self._gangs)
         self._history = judgement.history
         # Counts of rows that are on their way are not worth a write: losing them costs a sample, not a verdict.
-        if {trace.standing for trace in judgement.history.traces} != before:
+        if judgement.worth_saving:
             self._memory.save(judgement.history)
         self._log((*judgement.findings, *self._about_sources(now_s)), keep=not readings)
         self._verdicts = judgement.verdicts
@@ -247,8 +273,10 @@ class HealthAgent:
 
     async def _send(self, report: HealthReport) -> None:
         try:
-            await self._reporter.report_health(report)
+            self._gangs = await self._reporter.report_health(report)
         except NoArbiterError as error:
+            # Whoever worked together then may not now: nobody is compared.
+            self._gangs = {}
             # It comes back by itself; verdicts are repeated in each report, so nothing is lost.
             if self._arbiter_away is None:
                 logger.warning("health: %s", error)

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 
 from tidegate.clock import Clock
 from tidegate.health.readings import Reading, Round, Signal, Source, Status
+from tidegate.health.table import DEADLINE_MISSED
 from tidegate.ids import NodeId
 
 logger = logging.getLogger(__name__)
 
-DEADLINE_MISSED = "DEADLINE_MISSED"
-"""The cause when a source has not come back in time."""
 DIED = "SOURCE_DIED"
 """The cause when a source failed by a fault of its own."""
 

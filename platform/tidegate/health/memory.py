@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from tidegate.health.judge import History
+from tidegate.health.history import History, Stored
 
 logger = logging.getLogger(__name__)
 
@@ -18,11 +18,11 @@ class _Remembered(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     boot_id: str
-    history: History
+    history: Stored
 
 
 class FileMemory:
-    """One file on the node. After a reboot it is as good as empty: a reboot is what lifts a latched verdict."""
+    """One file on the node. A reboot lifts what is latched; what was taken out how often is known beyond it."""
 
     def __init__(self, path: Path, boot_id: str | None = None) -> None:
         self._path = path
@@ -37,10 +37,11 @@ class FileMemory:
             # A fault that is still there is found again within a few looks; an agent that can't start finds none.
             logger.warning("health: %s can't be read, starting without it: %s", self._path, error)
             return History()
-        return remembered.history if remembered.boot_id == self._boot_id else History()
+        history = remembered.history.history()
+        return history if remembered.boot_id == self._boot_id else history.after_reboot()
 
     def save(self, history: History) -> None:
-        text = _Remembered(boot_id=self._boot_id, history=history).model_dump_json()
+        text = _Remembered(boot_id=self._boot_id, history=history.stored()).model_dump_json()
         half = self._path.with_name(self._path.name + ".half")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)

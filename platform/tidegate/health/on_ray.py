@@ -15,9 +15,10 @@ from ray.util.metrics import Gauge
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tidegate.arbiter.client import NAMESPACE, ON_HEAD, ArbiterClient
-from tidegate.arbiter.messages import HealthReport
+from tidegate.arbiter.messages import HealthReport, Verdict
 from tidegate.clock import SystemClock
 from tidegate.health.agent import HealthAgent, Seen
+from tidegate.health.drills import Drill
 from tidegate.health.memory import FileMemory
 from tidegate.health.node_feeds import feeds_of
 from tidegate.health.readings import Reading
@@ -139,6 +140,10 @@ class HealthActor:
     async def set_healthy(self, subject: str) -> None:
         """See `HealthAgent.set_healthy`."""
         self._agent.set_healthy(subject)
+
+    async def drill(self, drill: Drill, subject: str | None, dry_run: bool) -> tuple[Verdict, ...]:
+        """See `HealthAgent.drill`."""
+        return self._agent.drill(drill, subject, dry_run=dry_run)
 
     async def seen(self) -> Seen:
         """See `HealthAgent.seen`."""

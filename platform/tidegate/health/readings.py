@@ -142,6 +142,10 @@ class Signal(StrEnum):
     """Event. The value is the XID's number; `detail` is the kernel's text where the kernel log told it. "Fallen off the
     bus" without an XID comes as 79. The same XID from the event set and from the kernel log comes once."""
 
+    RANK_STEP_COMPUTE = "rank_step_compute_seconds"
+    """What the rank on a GPU (the subject) computes in a step before its collective; not the step's whole time, which
+    is the same for all ranks because all wait for the slowest."""
+
     # InfiniBand and RoCE. The subject is the port, "mlx5_0/1" (device, port).
     IB_PORT_PRESENT = "ib_port_present"
     """1.0; a port that was there and is gone has the status lost."""
@@ -208,7 +212,7 @@ class Signal(StrEnum):
     @property
     def of_gpu(self) -> bool:
         """Whether its subject is a GPU's UUID."""
-        return self.startswith("gpu_") and self is not Signal.GPU_COUNT
+        return self.startswith(("gpu_", "rank_")) and self is not Signal.GPU_COUNT
 
 
 EVENTS = frozenset(

@@ -5,6 +5,7 @@ Kept by the gateway's event loop alone; routing sees it as an immutable `View`.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -13,10 +14,13 @@ from tidegate.ids import Generation, PoolName, ProviderName
 from tidegate.serve import cooldown
 from tidegate.serve.admission import parse_size
 from tidegate.serve.cooldown import Cooldown
+from tidegate.serve.providers.fields import honours
+from tidegate.serve.providers.parity import Look
 from tidegate.serve.router_registry import PoolSeen
 from tidegate.serve.routing import PoolView, ProviderView, ToLocal, ToProvider, View
+from tidegate.serve.timeouts import KEPT, too_tight
 from tidegate.serve.work import Size
-from tidegate.spec.policy import ProviderSpec
+from tidegate.spec.providers import ProviderSpec
 
 UNTIL_TOLD = Orders(generation=Generation(0), spillway=Spillway.CLOSED, allowances={})
 """What a gateway does before the arbiter's first word: use all that runs, spill only before failing."""
@@ -37,9 +41,26 @@ class _Pool:
 class _Provider:
     spec: ProviderSpec
     sizes: frozenset[Size] | None
+    honours: frozenset[str]
+    prices_usd: Mapping[Size, float]
+    models: frozenset[str]
     ongoing: int = 0
     latency_s: float | None = None
+    took_s: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
+    """Of its newest answers."""
     trouble: Cooldown = field(default_factory=Cooldown)
+    look: Look = field(default_factory=Look)
+    """What canaries said of its pictures."""
+
+    @classmethod
+    def of(cls, spec: ProviderSpec) -> _Provider:
+        return cls(
+            spec,
+            sizes=None if spec.sizes is None else frozenset(parse_size(size) for size in spec.sizes),
+            honours=honours(spec),
+            prices_usd={parse_size(size): price for size, price in spec.prices_usd.items()},
+            models=frozenset(spec.models),
+        )
 
 
 class Backends:
@@ -50,12 +71,7 @@ class Backends:
     ) -> None:
         self._read_pools = read_pools
         self._pools: dict[PoolName, _Pool] = {}
-        self._providers = {
-            ProviderName(spec.name): _Provider(
-                spec, None if spec.sizes is None else frozenset(parse_size(size) for size in spec.sizes)
-            )
-            for spec in providers
-        }
+        self._providers = {ProviderName(spec.name): _Provider.of(spec) for spec in providers}
         self.orders = UNTIL_TOLD
 
     def follow(self, orders: Orders) -> bool:
@@ -75,8 +91,12 @@ class Backends:
                 resting_until_s=provider.trouble.until_s,
                 price_per_image_usd=provider.spec.price_per_image_usd,
                 latency_s=provider.latency_s,
-                models=frozenset(provider.spec.models),
+                models=provider.models,
                 sizes=provider.sizes,
+                honours=provider.honours,
+                images_max=provider.spec.images_max,
+                prices_usd=provider.prices_usd,
+                closed=provider.look.closed,
             )
             for name, provider in self._providers.items()
         )
@@ -122,6 +142,7 @@ class Backends:
     def provider_answered(self, provider: ProviderName, now_s: float, took_s: float) -> None:
         known = self._providers[provider]
         known.latency_s = _mean(known.latency_s, took_s)
+        known.took_s.append(took_s)
         known.trouble = cooldown.answered(known.trouble, now_s)
 
     def provider_failed(self, provider: ProviderName, now_s: float, reason: str, retry_after_s: float | None) -> None:
@@ -130,8 +151,23 @@ class Backends:
             known.trouble, now_s, cooldown_s=known.spec.cooldown_s, retry_after_s=retry_after_s, reason=reason
         )
 
-    def price_usd(self, provider: ProviderName, images: int) -> float:
-        return self._providers[provider].spec.price_per_image_usd * images
+    def provider_looked(self, provider: ProviderName, look: Look) -> None:
+        """What its newest canary's pictures mean."""
+        self._providers[provider].look = look
+
+    def trouble_of(self, provider: ProviderName) -> Cooldown:
+        return self._providers[provider].trouble
+
+    def repeats(self, provider: ProviderName) -> bool:
+        """It can make the same picture again: it takes a seed."""
+        return "seed" in self._providers[provider].honours
+
+    def look_of(self, provider: ProviderName) -> Look:
+        return self._providers[provider].look
+
+    def price_usd(self, provider: ProviderName, images: int, size: Size) -> float:
+        known = self._providers[provider]
+        return known.prices_usd.get(size, known.spec.price_per_image_usd) * images
 
     def timeout_s(self, provider: ProviderName) -> float:
         return self._providers[provider].spec.timeout_s
@@ -149,7 +185,8 @@ class Backends:
         return tuple(
             ProviderSeen(
                 name=name,
-                state="suspect" if provider.trouble.resting(now_s) else self.orders.spillway.value,
+                state=self._state(provider, now_s),
+                why=self._why(provider, now_s),
                 ongoing=provider.ongoing,
                 slots=provider.spec.slots,
                 price_per_image_usd=provider.spec.price_per_image_usd,
@@ -158,11 +195,29 @@ class Backends:
             for name, provider in self._providers.items()
         )
 
+    def _state(self, provider: _Provider, now_s: float) -> str:
+        return "suspect" if provider.look.closed or provider.trouble.resting(now_s) else self.orders.spillway.value
+
+    def _why(self, provider: _Provider, now_s: float) -> str:
+        trouble = provider.trouble
+        if provider.look.closed:
+            return provider.look.closed
+        if trouble.resting(now_s):
+            return f"rests for {trouble.until_s - now_s:.0f} s: {trouble.reason}"
+        if trouble.failures:
+            return f"one request at a time until one succeeds, after {trouble.failures} failures: {trouble.reason}"
+        if self.orders.over_budget is not None and provider.spec.price_per_image_usd > 0:
+            return f"over budget: {self.orders.over_budget.reason}"
+        tight = too_tight(provider.spec.timeout_s, list(provider.took_s))
+        if tight is not None:
+            return tight
+        return "local GPUs are full or lent" if self.orders.spillway is Spillway.OPEN else "local GPUs have room"
+
     def way_exists(self, now_s: float) -> bool:
         """Some replica may be used, or some provider isn't resting."""
         view = self.view(now_s)
         return any(pool.replicas > 0 for pool in view.pools) or any(
-            now_s >= provider.resting_until_s for provider in view.providers
+            provider.closed is None and now_s >= provider.resting_until_s for provider in view.providers
         )
 
 

@@ -1,4 +1,4 @@
-"""The line of requests that have no place yet: first come, first served, on every change of what is free."""
+"""The line of requests that have no place yet: by class, then first come, first served. Looked at on every change."""
 
 from __future__ import annotations
 
@@ -20,6 +20,10 @@ class _Ticket:
     placed: asyncio.Future[ToLocal | ToProvider | Reject]
 
 
+def _turn(ticket: _Ticket) -> tuple[int, float]:
+    return ticket.request.priority, ticket.request.accepted_at_s
+
+
 class Dispatcher:
     """Places requests by `routing.pick`. A placed request holds a slot until `done`."""
 
@@ -35,7 +39,7 @@ class Dispatcher:
     async def place(self, request: RouteRequest) -> ToLocal | ToProvider | Reject:
         """Wait for a place, at most until the request's deadline. One that comes back keeps its place in the line."""
         ticket = _Ticket(request, asyncio.get_running_loop().create_future())
-        bisect.insort(self._line, ticket, key=lambda waiting: waiting.request.accepted_at_s)
+        bisect.insort(self._line, ticket, key=_turn)
         self.look()
         try:
             return await ticket.placed

@@ -31,6 +31,8 @@ class _Paint(Protocol):
         seeds: Sequence[int],
         *,
         steps: int | None = None,
+        guidance: float | None = None,
+        negative: str = "",
         cancelled: Callable[[], bool] | None = None,
     ) -> np.ndarray: ...
 
@@ -68,6 +70,8 @@ class Engine:
         seeds: Sequence[int],
         *,
         steps: int | None = None,
+        guidance: float | None = None,
+        negative: str = "",
         cancelled: Callable[[], bool] | None = None,
     ) -> tuple[tuple[bytes, ...], float]:
         """PNGs, one for each prompt, and the seconds of work. Blocks; `cancelled` is asked between steps.
@@ -78,7 +82,9 @@ class Engine:
         with self._working:
             loaded = self._loaded
             started_s = time.perf_counter()
-            pixels = loaded.paint(prompts, seeds, steps=steps, cancelled=cancelled)
+            pixels = loaded.paint(
+                prompts, seeds, steps=steps, guidance=guidance, negative=negative, cancelled=cancelled
+            )
             return tuple(_png(image) for image in pixels), time.perf_counter() - started_s
 
     def swap(self, folder: Path) -> None:

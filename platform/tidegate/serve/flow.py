@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from tidegate.arbiter.messages import CanaryResult
 from tidegate.clock import Clock
@@ -15,8 +15,10 @@ from tidegate.serve.backends import Backends
 from tidegate.serve.demand import Demand
 from tidegate.serve.dispatch import Dispatcher
 from tidegate.serve.ledger import CANARY, Attempt, AttemptOutcome, Ledger
-from tidegate.serve.providers.base import ImageProvider, ProviderAmbiguousError, ProviderRefusedError
+from tidegate.serve.providers.base import ImageProvider, ProviderAmbiguousError, ProviderRefusedError, WrongPictureError
+from tidegate.serve.providers.fields import wants
 from tidegate.serve.routing import Reject, RouteRequest, ToLocal, ToProvider
+from tidegate.serve.timeouts import attempt_s
 from tidegate.serve.work import EngineFailedError, ImageJob, Made, PoolBusyError, PoolLostError
 from tidegate.spec.policy import ServingSpec
 
@@ -37,11 +39,29 @@ class LocalPools(Protocol):
         """
 
 
+Buying: TypeAlias = Callable[[bool], Awaitable[None]]
+"""Told True before a provider is asked, and False when it has clearly made nothing: what is written in between outlives
+a gateway that dies with the provider's answer on its way."""
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     made: Made
     backend: str
     """`local/<pool>` or `provider/<name>`."""
+    queued_s: float
+    """From accepting the request to the start of the attempt that made it."""
+    computed_s: float
+    """GPU time here; at a provider, how long it took to answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class CanaryPicture:
+    """Neither where none came."""
+
+    png: bytes | None = None
+    wrong: str | None = None
+    """What is wrong with one that can't even be compared."""
 
 
 @dataclass(slots=True)
@@ -50,6 +70,7 @@ class _Walk:
 
     job: ImageJob
     route: RouteRequest
+    buying: Buying | None = None
     attempts: int = 0
     """That did or may have done something."""
     lost: int = 0
@@ -76,8 +97,12 @@ class Flow:
         """Paid to one provider, or to all, by this gateway's ledger."""
         return self._ledger.spent_usd(None if provider is None else backend_name(ToProvider(provider)))
 
-    async def answer(self, job: ImageJob, accepted_at_s: float) -> Answer:
+    async def answer(
+        self, job: ImageJob, accepted_at_s: float, *, deadline_s: float | None = None, buying: Buying | None = None
+    ) -> Answer:
         """Make the job's pictures somewhere. Writes its attempts, not its end.
+
+        `deadline_s` is absolute; none = the policy's. `buying` hears of each paid attempt before it is made.
 
         Raises:
             ApiError: 503 where nothing took it in time, 429 where it would have cost money that may not be spent,
@@ -88,20 +113,25 @@ class Flow:
             size=job.size,
             accepted_at_s=accepted_at_s,
             patience_until_s=accepted_at_s + self._spec.patience_s,
-            deadline_s=accepted_at_s + self._spec.request_deadline_s,
+            deadline_s=accepted_at_s + self._spec.request_deadline_s if deadline_s is None else deadline_s,
             local_only=job.local_only,
+            priority=job.priority,
+            needs=wants(job),
+            images=job.images,
         )
-        walk = _Walk(job, route)
+        walk = _Walk(job, route, buying)
         while True:
             place = await self.dispatcher.place(walk.route)
             if isinstance(place, Reject):
                 raise _gave_up(walk, place)
+            started_at_s = self._clock.now_s()
             try:
                 made = await self._attempt(walk, place)
             finally:
                 self.dispatcher.done(place)
             if made is not None:
-                return Answer(made, backend_name(place))
+                computed_s = made.compute_s or self._clock.now_s() - started_at_s
+                return Answer(made, backend_name(place), started_at_s - accepted_at_s, computed_s)
 
     async def _attempt(self, walk: _Walk, place: ToLocal | ToProvider) -> Made | None:
         """One try; None = it failed, and `walk` has learnt from it."""
@@ -115,7 +145,9 @@ class Flow:
                     made = await self._try_local(walk, pool, started_at_s)
                     compute_s = made.compute_s
                 case ToProvider(provider):
-                    price_usd = self._backends.price_usd(provider, walk.job.images)
+                    if walk.buying is not None:
+                        await walk.buying(True)
+                    price_usd = self._backends.price_usd(provider, walk.job.images, walk.job.size)
                     made = await self._try_provider(walk, provider, started_at_s)
             outcome = AttemptOutcome.ANSWERED
             return made
@@ -169,10 +201,12 @@ class Flow:
         return made
 
     async def _try_provider(self, walk: _Walk, name: ProviderName, now_s: float) -> Made:
-        timeout_s = min(self._backends.timeout_s(name), walk.route.deadline_s - now_s)
+        timeout_s = attempt_s(self._backends.timeout_s(name), walk.route.deadline_s, now_s)
         try:
             made = await self._providers[name].make(walk.job, timeout_s=timeout_s, now_s=now_s)
         except ProviderRefusedError as error:
+            if walk.buying is not None:
+                await walk.buying(False)
             if error.this_request_only:
                 walk.route = replace(walk.route, excluded_providers=walk.route.excluded_providers | {name})
             else:
@@ -188,20 +222,24 @@ class Flow:
     async def canary(self, canary: str, job: ImageJob) -> tuple[CanaryResult, ...]:
         """Ask every provider for one small real picture, at the same time; resting ones too: this is how they are
         proven well again."""
-        return tuple(await asyncio.gather(*(self._canary(canary, name, job) for name in self._providers)))
+        asked = await asyncio.gather(*(self.canary_of(name, canary, job) for name in self._providers))
+        return tuple(result for result, _ in asked)
 
-    async def _canary(self, canary: str, name: ProviderName, job: ImageJob) -> CanaryResult:
+    async def canary_of(self, name: ProviderName, canary: str, job: ImageJob) -> tuple[CanaryResult, CanaryPicture]:
+        """One provider's canary: did it answer, and what its picture was."""
         started_at_s = self._clock.now_s()
         job = replace(job, request=RequestId(f"{CANARY}{canary}-{name}"))
         walk = _Walk(job, _canary_route(job, started_at_s, self._backends.timeout_s(name)))
-        outcome = AttemptOutcome.ANSWERED
+        outcome, picture = AttemptOutcome.ANSWERED, CanaryPicture()
         try:
-            await self._try_provider(walk, name, started_at_s)
+            made = await self._try_provider(walk, name, started_at_s)
+            picture = CanaryPicture(png=made.pngs[0])
             ok, detail = True, "made a picture"
         except ProviderRefusedError as error:
             ok, detail, outcome = False, error.why, AttemptOutcome.REFUSED
         except ProviderAmbiguousError as error:
             ok, detail, outcome = False, error.why, AttemptOutcome.LOST
+            picture = CanaryPicture(wrong=error.why if isinstance(error, WrongPictureError) else None)
         except Exception as error:  # a fault of ours: still no way out was proven, and the claim must hear why
             ok, detail, outcome = False, f"{type(error).__name__}: {error}", AttemptOutcome.ERROR
         ended_at_s = self._clock.now_s()
@@ -217,10 +255,10 @@ class Flow:
                 ended_at_s=ended_at_s,
                 outcome=outcome,
                 reason=None if ok else detail,
-                price_usd=self._backends.price_usd(name, job.images) if paid else 0.0,
+                price_usd=self._backends.price_usd(name, job.images, job.size) if paid else 0.0,
             )
         )
-        return CanaryResult(canary=canary, provider=name, ok=ok, detail=detail, took_s=took_s)
+        return CanaryResult(canary=canary, provider=name, ok=ok, detail=detail, took_s=took_s), picture
 
 
 def backend_name(place: ToLocal | ToProvider) -> str:

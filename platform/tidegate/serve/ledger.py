@@ -1,7 +1,10 @@
-"""What became of every request: one SQLite file for each gateway, one row a request, one row an attempt.
+"""What became of every request: SQLite files of each gateway, one row a request, one row an attempt.
 
 Every request id ends exactly once. Writes are kept in memory and flushed by a thread of their own, so the event loop
 never waits for a disk; a gateway that is killed loses at most the last `FLUSH_S` seconds of rows.
+
+A file that has grown to `ROTATE_BYTES` is followed by the next, `GATEWAY.0001.sqlite`. All rows of one request stay in
+the file in which it was accepted, so old files can be moved away whole.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ import logging
 import sqlite3
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -18,6 +21,9 @@ from pathlib import Path
 from tidegate.ids import GatewayId, RequestId
 
 FLUSH_S = 0.5
+
+ROTATE_BYTES = 256 * 2**20
+"""About a million requests."""
 
 CANARY = "canary-"
 """How the request ids of canaries begin."""
@@ -107,38 +113,68 @@ class EndedTwiceError(RuntimeError):
     """A request was ended that isn't open: a bug in the gateway."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Audited:
+    """A request with what its attempts add up to."""
+
+    gateway: str
+    request_id: str
+    accepted_at_s: float | None
+    """None = it has attempts, but was never accepted."""
+    outcome: str | None
+    reason: str | None
+    images: int
+    attempts: int
+    answered_attempts: int
+    paid_attempts: int
+    """At providers, and not refused: made, or perhaps made."""
+    paid_to: str
+    price_usd: float
+
+
 class Ledger:
-    """One gateway's file. Calls come from one thread and return at once.
+    """One gateway's files. Calls come from one thread and return at once.
 
     `lock_timeout_s`: how long one write waits for a reader that locks the file; it is then tried again later.
     """
 
-    def __init__(self, folder: Path, gateway: GatewayId, lock_timeout_s: float = 5.0) -> None:
-        self._lock_timeout_s = lock_timeout_s
+    def __init__(
+        self, folder: Path, gateway: GatewayId, lock_timeout_s: float = 5.0, rotate_bytes: int = ROTATE_BYTES
+    ) -> None:
+        self._folder, self._gateway = folder, gateway
+        self._lock_timeout_s, self._rotate_bytes = lock_timeout_s, rotate_bytes
         self.write_failures = 0
         """Flushes that failed; their rows were kept."""
         self._spent_usd: dict[str, float] = {}
-        self._path = folder / f"{gateway}.sqlite"
         folder.mkdir(parents=True, exist_ok=True)
-        with closing(sqlite3.connect(self._path)) as db:
-            db.execute("PRAGMA journal_mode=WAL")
-            db.executescript(_SCHEMA)
-            sums = db.execute("SELECT backend, sum(price_usd) FROM attempts GROUP BY backend")
-            self._spent_usd = dict(sums.fetchall())
-        self._open: set[RequestId] = set()
-        self._rows: list[tuple[str, tuple[object, ...]]] = []
+        self._number = 0
+        while self._path(self._number + 1).exists():
+            self._number += 1
+        for number in range(self._number + 1):
+            with closing(self._connect(number)) as db:
+                for backend, usd in db.execute("SELECT backend, sum(price_usd) FROM attempts GROUP BY backend"):
+                    self._spent_usd[backend] = self._spent_usd.get(backend, 0.0) + usd
+        self._open: dict[RequestId, int] = {}
+        """The number of the file in which each open request was accepted."""
+        self._rows: list[_Row] = []
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._flush_until_closed, name="ledger", daemon=True)
         self._thread.start()
 
+    @property
+    def files(self) -> int:
+        """How many it has; new requests go to the last one."""
+        return self._number + 1
+
     def accept(self, request: RequestId, at_s: float) -> None:
-        self._open.add(request)
-        self._write("INSERT INTO requests (request_id, accepted_at_s) VALUES (?, ?)", (request, at_s))
+        self._open[request] = self._number
+        self._write(request, "INSERT INTO requests (request_id, accepted_at_s) VALUES (?, ?)", (request, at_s))
 
     def attempt(self, attempt: Attempt) -> None:
         self._spent_usd[attempt.backend] = self._spent_usd.get(attempt.backend, 0.0) + attempt.price_usd
         self._write(
+            attempt.request,
             "INSERT INTO attempts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
                 attempt.request,
@@ -170,14 +206,15 @@ class Ledger:
         """
         if request not in self._open:
             raise EndedTwiceError(f"request {request} is not open; outcome {outcome} would end it twice")
-        self._open.discard(request)
         self._write(
+            request,
             "UPDATE requests SET ended_at_s = ?, outcome = ?, backend = ?, reason = ?, images = ? WHERE request_id = ?",
             (at_s, outcome, backend, reason, images, request),
         )
+        del self._open[request]
 
     def spent_usd(self, backend: str | None = None) -> float:
-        """Paid to one backend, or to all, since this file exists; with what is not flushed yet."""
+        """Paid to one backend, or to all, since its first file exists; with what is not flushed yet."""
         return sum(self._spent_usd.values()) if backend is None else self._spent_usd.get(backend, 0.0)
 
     def close(self) -> None:
@@ -185,31 +222,64 @@ class Ledger:
         self._stop.set()
         self._thread.join()
 
-    def _write(self, statement: str, values: tuple[object, ...]) -> None:
+    def _write(self, request: RequestId, statement: str, values: tuple[object, ...]) -> None:
         with self._lock:
-            self._rows.append((statement, values))
+            self._rows.append(_Row(self._open.get(request, self._number), statement, values))
+
+    def _path(self, number: int) -> Path:
+        return self._folder / (f"{self._gateway}.{number:04}.sqlite" if number else f"{self._gateway}.sqlite")
+
+    def _connect(self, number: int) -> sqlite3.Connection:
+        db = sqlite3.connect(self._path(number), timeout=self._lock_timeout_s)
+        db.execute("PRAGMA journal_mode=WAL")
+        db.executescript(_SCHEMA)
+        return db
 
     def _flush_until_closed(self) -> None:
-        with closing(sqlite3.connect(self._path, timeout=self._lock_timeout_s)) as db:
-            while not self._stop.wait(FLUSH_S):
-                self._flush(db)
-            self._flush(db)
+        with ExitStack() as closes:
+            files: dict[int, sqlite3.Connection] = {}
+            done = False
+            while not done:
+                done = self._stop.wait(FLUSH_S)
+                for number, rows in self._taken():
+                    if number not in files:
+                        files[number] = closes.enter_context(closing(self._connect(number)))
+                    self._flush(files[number], number, rows)
+                if self._path(self._number).stat().st_size >= self._rotate_bytes:
+                    files[self._number + 1] = closes.enter_context(closing(self._connect(self._number + 1)))
+                    self._number += 1
+                for number in [number for number in files if number < self._number]:
+                    if number not in self._open.copy().values():
+                        files.pop(number).close()
 
-    def _flush(self, db: sqlite3.Connection) -> None:
+    def _taken(self) -> list[tuple[int, list[_Row]]]:
+        """What is to be written, by file, each in the order of the calls."""
         with self._lock:
             rows, self._rows = self._rows, []
-        if not rows:
-            return
+        by_file: dict[int, list[_Row]] = {}
+        for row in rows:
+            by_file.setdefault(row.number, []).append(row)
+        return sorted(by_file.items())
+
+    def _flush(self, db: sqlite3.Connection, number: int, rows: list[_Row]) -> None:
         try:
             with db:
-                for statement, values in rows:
-                    db.execute(statement, values)
+                for row in rows:
+                    db.execute(row.statement, row.values)
         except sqlite3.OperationalError as error:
             # A full or locked disk must not stop serving; the rows are kept and tried again in FLUSH_S.
-            _LOG.warning("ledger %s: %d rows not written yet: %s", self._path, len(rows), error)
+            _LOG.warning("ledger %s: %d rows not written yet: %s", self._path(number), len(rows), error)
             self.write_failures += 1
             with self._lock:
                 self._rows = rows + self._rows
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    number: int
+    """Of the file that it goes to."""
+    statement: str
+    values: tuple[object, ...]
 
 
 def read_rows(folder: Path) -> Iterator[RequestRow]:
@@ -223,7 +293,7 @@ def read_rows(folder: Path) -> Iterator[RequestRow]:
             )
             for row in db.execute(query):
                 yield RequestRow(
-                    gateway=path.stem,
+                    gateway=_gateway_of(path),
                     request_id=row[0],
                     accepted_at_s=row[1],
                     ended_at_s=row[2],
@@ -264,6 +334,50 @@ def read_totals(folder: Path, since_s: float = 0.0, until_s: float = 1e12) -> di
         for name, value in zip(names + cost_names, sums, strict=True):
             totals[name] += value
     return totals
+
+
+_AUDIT = f"""
+WITH sums AS (
+    SELECT request_id, count(*) AS attempts, min(started_at_s) AS began_s, sum(price_usd) AS price_usd,
+        sum(outcome = 'answered') AS answered,
+        sum(backend LIKE 'provider/%' AND outcome NOT IN ('refused', 'busy')) AS paid,
+        group_concat(
+            CASE WHEN backend LIKE 'provider/%' AND outcome NOT IN ('refused', 'busy') THEN backend END
+        ) AS paid_to
+    FROM attempts WHERE request_id NOT LIKE '{CANARY}%' GROUP BY request_id
+)
+SELECT request_id, accepted_at_s, outcome, reason, images, coalesce(attempts, 0), coalesce(answered, 0),
+    coalesce(paid, 0), coalesce(paid_to, ''), coalesce(price_usd, 0.0)
+FROM requests LEFT JOIN sums USING (request_id) WHERE accepted_at_s >= :since_s
+UNION ALL
+SELECT request_id, NULL, NULL, NULL, 0, attempts, answered, paid, coalesce(paid_to, ''), price_usd
+FROM sums WHERE began_s >= :since_s AND request_id NOT IN (SELECT request_id FROM requests)
+"""
+
+
+def read_audited(folder: Path, since_s: float = 0.0) -> Iterator[Audited]:
+    """Every request of every file in `folder` that was accepted since then, and attempts without one. Canaries are no
+    client's requests."""
+    for path in sorted(folder.glob("*.sqlite")):
+        with _reading(path) as db:
+            for row in db.execute(_AUDIT, {"since_s": since_s}):
+                yield Audited(
+                    gateway=_gateway_of(path),
+                    request_id=row[0],
+                    accepted_at_s=row[1],
+                    outcome=row[2],
+                    reason=row[3],
+                    images=row[4],
+                    attempts=row[5],
+                    answered_attempts=row[6],
+                    paid_attempts=row[7],
+                    paid_to=row[8],
+                    price_usd=row[9],
+                )
+
+
+def _gateway_of(path: Path) -> str:
+    return path.name.partition(".")[0]
 
 
 @contextmanager

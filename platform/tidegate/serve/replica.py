@@ -69,7 +69,12 @@ class ImagesReplica:
         try:
             seeds = [job.seed + index for index in range(job.images)]
             pngs, compute_s = self._engine.generate(
-                [job.prompt] * job.images, seeds, steps=job.steps, cancelled=gone.is_set
+                [job.prompt] * job.images,
+                seeds,
+                steps=job.steps,
+                guidance=job.guidance,
+                negative=job.negative_prompt,
+                cancelled=gone.is_set,
             )
             return Made(pngs=pngs, seed=job.seed, compute_s=compute_s)
         finally:

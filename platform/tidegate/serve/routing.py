@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TypeAlias
 
 from tidegate.arbiter.messages import OverBudget, Spillway
@@ -35,15 +37,48 @@ class ProviderView:
     models: frozenset[str]
     sizes: frozenset[Size] | None
     """None = all."""
+    honours: frozenset[str] | None = None
+    """Fields that it has a word for (`providers.fields`); None = all."""
+    images_max: int | None = None
+    """In one request."""
+    prices_usd: Mapping[Size, float] = field(default_factory=dict)
+    """Of one image, where it depends on the size."""
+    closed: str | None = None
+    """Why it takes nothing, whoever asks (its pictures have drifted, say)."""
+
+    def price_usd(self, size: Size) -> float:
+        return self.prices_usd.get(size, self.price_per_image_usd)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# No slots: what all picks of one view share is summed up once, so a pick costs the same for any number of pools.
+@dataclass(frozen=True, kw_only=True)
 class View:
     pools: tuple[PoolView, ...]
     providers: tuple[ProviderView, ...]
     spillway: Spillway
     over_budget: OverBudget | None = None
     """The purse is empty: nothing is bought."""
+
+    @cached_property
+    def all_pools(self) -> PoolsSum:
+        return _sum(self.pools)
+
+    def pools_for(self, request: RouteRequest) -> PoolsSum:
+        if not request.excluded_pools:
+            return self.all_pools
+        return _sum(tuple(pool for pool in self.pools if pool.pool not in request.excluded_pools))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolsSum:
+    """Some pools together."""
+
+    roomiest: PoolName | None
+    """The one to choose among those with a free slot."""
+    exist: bool
+    replicas: int
+    rate: float
+    """Requests a second that their replicas work off; 0 where nothing was measured yet, or only in a part of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +93,15 @@ class RouteRequest:
     deadline_s: float
     """Absolute; shared by all attempts."""
     local_only: bool = False
+    priority: int = 0
+    """Lower ones stand before higher ones in the line."""
     bought: bool = False
     """A provider may have charged for it and its answer was lost: it is never bought again (C160)."""
     excluded_pools: frozenset[PoolName] = frozenset()
     excluded_providers: frozenset[ProviderName] = frozenset()
+    needs: frozenset[str] = frozenset()
+    """Fields that the client named: a provider without a word for one of them would silently make something else."""
+    images: int = 1
 
     @property
     def may_leave(self) -> bool:
@@ -107,25 +147,36 @@ def pick(request: RouteRequest, view: View, now_s: float, ahead: int = 0) -> Ste
     """
     if now_s >= request.deadline_s:
         return Reject("no replica and no provider took it before its deadline", _come_back_s(request, view, now_s))
-    pools = [pool for pool in view.pools if pool.pool not in request.excluded_pools]
-    free = [pool for pool in pools if pool.replicas > 0 and pool.free_slots > 0]
-    if free:
-        return ToLocal(max(free, key=_room).pool)
+    pools = view.pools_for(request)
+    if pools.roomiest is not None:
+        return ToLocal(pools.roomiest)
     capable = [provider for provider in view.providers if _can_make(provider, request)]
-    if not pools and not capable:
+    if not pools.exist and not capable:
         return Reject("nothing here can make it", _come_back_s(request, view, now_s))
-    payable = [p for p in capable if view.over_budget is None or p.price_per_image_usd == 0]
+    payable = [p for p in capable if view.over_budget is None or p.price_usd(request.size) == 0]
     spill_at_s = _spill_at_s(request, view, pools, now_s, ahead)
     if now_s >= spill_at_s:
         ready = [p for p in payable if now_s >= p.resting_until_s and p.ongoing < p.slots]
         if ready:
-            return ToProvider(min(ready, key=_cheapness).name)
+            return ToProvider(min(ready, key=lambda provider: _cheapness(provider, request.size)).name)
         if view.over_budget is not None and capable and not payable:
             return Reject(view.over_budget.reason, max(1.0, view.over_budget.until_s - now_s), over_budget=True)
-        if not pools and all(p.resting_until_s >= request.deadline_s for p in payable):
+        if not pools.exist and all(p.resting_until_s >= request.deadline_s for p in payable):
             return Reject("every provider rests beyond its deadline", _come_back_s(request, view, now_s))
     changes = [provider.resting_until_s for provider in payable] + [spill_at_s, request.deadline_s]
     return Wait(min(at_s for at_s in changes if at_s > now_s))
+
+
+def _sum(pools: tuple[PoolView, ...]) -> PoolsSum:
+    free = [pool for pool in pools if pool.replicas > 0 and pool.free_slots > 0]
+    measured = all(pool.service_s for pool in pools if pool.replicas)
+    rate = sum(pool.replicas / pool.service_s for pool in pools if pool.service_s)
+    return PoolsSum(
+        roomiest=max(free, key=_room).pool if free else None,
+        exist=bool(pools),
+        replicas=sum(pool.replicas for pool in pools),
+        rate=rate if measured else 0.0,
+    )
 
 
 def _room(pool: PoolView) -> tuple[int, float, str]:
@@ -133,9 +184,9 @@ def _room(pool: PoolView) -> tuple[int, float, str]:
     return (pool.free_slots, -(pool.service_s or 0.0), pool.pool)
 
 
-def _cheapness(provider: ProviderView) -> tuple[float, float, float, str]:
+def _cheapness(provider: ProviderView, size: Size) -> tuple[float, float, float, str]:
     return (
-        provider.price_per_image_usd,
+        provider.price_usd(size),
         provider.ongoing / provider.slots,
         provider.latency_s or 0.0,
         provider.name,
@@ -145,28 +196,24 @@ def _cheapness(provider: ProviderView) -> tuple[float, float, float, str]:
 def _can_make(provider: ProviderView, request: RouteRequest) -> bool:
     return (
         request.may_leave
+        and provider.closed is None
         and provider.name not in request.excluded_providers
         and request.model in provider.models
         and (provider.sizes is None or request.size in provider.sizes)
+        and (provider.honours is None or request.needs <= provider.honours)
+        and (provider.images_max is None or request.images <= provider.images_max)
     )
 
 
-def _spill_at_s(request: RouteRequest, view: View, pools: list[PoolView], now_s: float, ahead: int) -> float:
+def _spill_at_s(request: RouteRequest, view: View, pools: PoolsSum, now_s: float, ahead: int) -> float:
     """From when on a provider may take it."""
-    none_left = not any(pool.replicas for pool in pools)
-    if not pools or (view.spillway is Spillway.OPEN and (view.over_budget is None or none_left)):
+    if not pools.exist or (view.spillway is Spillway.OPEN and (view.over_budget is None or not pools.replicas)):
         return now_s
-    # Capacity, before errors: a queue that can't be worked off within its patience isn't waited for.
-    if now_s + _expected_wait_s(pools, ahead) > request.patience_until_s:
+    # Capacity, before errors: a queue that can't be worked off within its patience isn't waited for. Queue ÷ rate:
+    # those ahead and this one leave at Σ replicas/service_s. Unknown counts as no wait at all.
+    if pools.rate and now_s + (ahead + 1) / pools.rate > request.patience_until_s:
         return now_s
     return request.patience_until_s
-
-
-def _expected_wait_s(pools: list[PoolView], ahead: int) -> float:
-    """Queue ÷ rate: those ahead and this one leave at Σ replicas/service_s. Unknown counts as no wait at all."""
-    rate = sum(pool.replicas / pool.service_s for pool in pools if pool.service_s)
-    measured = all(pool.service_s for pool in pools if pool.replicas)
-    return (ahead + 1) / rate if rate and measured else 0.0
 
 
 def _come_back_s(request: RouteRequest, view: View, now_s: float) -> float:
@@ -180,6 +227,5 @@ def wait_is_for_all(view: View, now_s: float) -> bool:
     to its end). Over budget it must be: there each one's patience ends in a refusal of its own."""
     if view.over_budget is not None:
         return False
-    local = any(pool.replicas > 0 and pool.free_slots > 0 for pool in view.pools)
-    outside = any(now_s >= p.resting_until_s and p.ongoing < p.slots for p in view.providers)
-    return not local and not outside
+    outside = any(p.closed is None and now_s >= p.resting_until_s and p.ongoing < p.slots for p in view.providers)
+    return view.all_pools.roomiest is None and not outside

@@ -34,6 +34,11 @@ class ImageJob:
     steps: int | None
     """Denoise steps; None = the model's own."""
     local_only: bool
+    guidance: float | None = None
+    """Krea 2's scale: 0 = none, g is 1 + g in the usual one; None = the model's own."""
+    negative_prompt: str = ""
+    priority: int = 0
+    """Lower ones are placed first; among equals the one that came first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,19 +6,17 @@ refused with the nearest right one. `tidegate.spec.load.load_policy` reads the f
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-Seconds = Annotated[float, Field(gt=0, le=30 * 86_400)]
-SecondsOrZero = Annotated[float, Field(ge=0, le=30 * 86_400)]
-Celsius = Annotated[float, Field(ge=0, le=130)]
-Port = Annotated[int, Field(ge=1, le=65_535)]
-
-
-class Model(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+from tidegate.spec.base import Celsius, Port, Seconds, SecondsOrZero
+from tidegate.spec.base import Model as Model  # other rooms' settings are made of it too
+from tidegate.spec.jobs import JobsSpec
+from tidegate.spec.providers import CanarySpec, ProviderSpec
+from tidegate.spec.tenants import TenantSpec
 
 
 class ArbiterSpec(Model):
@@ -90,26 +88,6 @@ class PurseSpec(Model):
     still paid. `shed`: claims go on, and gateways refuse overflow (429 with Retry-After) rather than buy it."""
 
 
-class ProviderSpec(Model):
-    name: str
-    kind: Literal["openai"] = "openai"
-    """The wire protocol: which file in `serve/providers/` speaks to it."""
-    base_url: str
-    """Up to and with `/v1`."""
-    api_key_env: str | None = None
-    """Name of the environment variable that holds the key; keys never stand in this file."""
-    models: dict[str, str] = Field(default_factory=dict)
-    """Our model's name -> theirs. A model that isn't named here is not sent to this provider."""
-    sizes: tuple[str, ...] | None = None
-    """Sizes that it can make, `WxH`; none = all."""
-    slots: Annotated[int, Field(ge=1)] = 8
-    """Requests that it takes at a time."""
-    price_per_image_usd: Annotated[float, Field(ge=0)] = 0.0
-    timeout_s: Seconds = 30.0
-    cooldown_s: Seconds = 5.0
-    """How long it is left alone after a failure, unless it says so itself by `Retry-After`."""
-
-
 class SourcesSpec(Model):
     """Where a node's agent looks. The paths are arguments so that a container's mounts and a test's copies will do."""
 
@@ -150,8 +128,32 @@ class FleetBrakeSpec(Model):
     nodes_per_domain: Annotated[int, Field(ge=1)] = 3
     """And so many of one network domain (node label `tidegate/domain`)."""
     window_s: Annotated[float, Field(gt=0, le=3600)] = 600.0
-    hard_faults: tuple[str, ...] = ("gpu_lost",)
+    hard_faults: tuple[str, ...] = ("gpu_lost", "nvlink_down", "gpu_count")
     """Rules that are never braked: what they find cannot compute, whatever the cause."""
+
+
+class RuleOverride(Model):
+    """What the operator changes in one rule; what isn't named keeps the value of docs/health-rules.md."""
+
+    enabled: bool = True
+    """False: the rule is not there."""
+    limit: float | None = None
+    """The number above or below which a reading is bad, in the rule's own unit."""
+    release: float | None = None
+    """The number at which a reading is good again; between the two nothing changes."""
+    samples: Annotated[int, Field(ge=1, le=100_000)] | None = None
+    within_s: Seconds | None = None
+    for_s: SecondsOrZero | None = None
+    release_after_s: SecondsOrZero | None = None
+    action: Literal["warn", "evict_gpu", "evict_node"] | None = None
+    when: Literal["now", "next_checkpoint"] | None = None
+
+
+class RepeatOffenderSpec(Model):
+    """What has been taken out so often stays out until a person clears it (Meta's "lemon nodes")."""
+
+    evictions: Annotated[int, Field(ge=2)] = 3
+    within_s: Seconds = 7 * 86_400.0
 
 
 class HealthSpec(Model):
@@ -165,12 +167,26 @@ class HealthSpec(Model):
     agent_silent_after_s: Seconds = 15.0
     state_dir: str = "~/.tidegate/health"
     """Where each node's agent keeps its standing verdicts over its own restarts; on the node."""
+    gpus_per_node: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """What each node with GPUs is declared to hold; none = what it lists is taken for all that it has."""
+    ib_ports: tuple[str, ...] = ()
+    """The ports that gangs need, `mlx5_0/1`. None named: those of InfiniBand that were once seen active; Ethernet ports
+    (RoCE, bonds) are judged only if they are named."""
+    ib_port_gbits: Annotated[float, Field(gt=0)] | None = None
+    """Declared rate of each of them in Gbit/s, e.g. 400; none = not judged."""
     temperature: TemperatureRule = TemperatureRule()
+    rules: Mapping[str, RuleOverride] = Field(default_factory=dict)
+    """Changes to single rules by name; docs/health-rules.md lists them all."""
+    repeat_offender: RepeatOffenderSpec = RepeatOffenderSpec()
     fleet_brake: FleetBrakeSpec = FleetBrakeSpec()
 
     @property
     def state_path(self) -> Path:
         return Path(self.state_dir).expanduser()
+
+    def __hash__(self) -> int:
+        """Of a few fields only, because each look asks for it; those that differ elsewhere are told apart by `==`."""
+        return hash((self.period_s, self.reading_deadline_s, self.temperature.limit_celsius, tuple(self.rules)))
 
 
 class GangSpec(Model):
@@ -296,12 +312,19 @@ class Policy(Model):
     gang: GangSpec = GangSpec()
     health: HealthSpec = HealthSpec()
     purse: PurseSpec = PurseSpec()
+    canary: CanarySpec = CanarySpec()
     cluster: ClusterSpec = ClusterSpec()
     providers: tuple[ProviderSpec, ...] = ()
+    jobs: JobsSpec = JobsSpec()
+    tenants: tuple[TenantSpec, ...] = ()
+    """Who may ask for pictures; none = everybody, without a key."""
 
     @model_validator(mode="after")
-    def _provider_names_differ(self) -> Policy:
-        names = [provider.name for provider in self.providers]
-        if len(set(names)) != len(names):
-            raise ValueError("providers must have different names")
+    def _names_differ(self) -> Policy:
+        for kind, names in (
+            ("providers", [provider.name for provider in self.providers]),
+            ("tenants", [tenant.name for tenant in self.tenants]),
+        ):
+            if len(set(names)) != len(names):
+                raise ValueError(f"{kind} must have different names")
         return self

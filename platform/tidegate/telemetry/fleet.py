@@ -24,12 +24,14 @@ def virtual_nodes(status: Mapping[str, Any]) -> list[dict[str, Any]]:
                     "ongoing": 0,
                     "price_per_image_usd": seen["price_per_image_usd"],
                     "spent_usd": 0.0,
+                    "why": seen["why"],
                 },
             )
             row["slots"] += seen["slots"]
             row["ongoing"] += seen["ongoing"]
             row["spent_usd"] += seen["spent_usd"]
-            row["state"] = "suspect" if "suspect" in (row["state"], seen["state"]) else seen["state"]
+            if seen["state"] == "suspect" or row["state"] != "suspect":
+                row["state"], row["why"] = seen["state"], seen["why"]
             if seen["latency_s"] is not None:
                 latencies.setdefault(seen["name"], []).append(seen["latency_s"])
     for name, row in rows.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tidegate.arbiter.messages import HealthReport
 from tidegate.errors import NoArbiterError
+from tidegate.ids import ClaimId, GpuId
 
 
 class MemoryArbiter:
@@ -14,9 +15,12 @@ class MemoryArbiter:
         self.asked = 0
         """Reports that were sent to it, away or not."""
         self.away = False
+        self.gangs: dict[GpuId, ClaimId] = {}
+        """What it answers."""
 
-    async def report_health(self, report: HealthReport) -> None:
+    async def report_health(self, report: HealthReport) -> dict[GpuId, ClaimId]:
         self.asked += 1
         if self.away:
             raise NoArbiterError("away")
         self.health.append(report)
+        return self.gangs

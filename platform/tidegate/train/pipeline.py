@@ -98,6 +98,8 @@ class Painter:
         seeds: Sequence[int],
         *,
         steps: int | None = None,
+        guidance: float | None = None,
+        negative: str = "",
         cancelled: Callable[[], bool] | None = None,
     ) -> np.ndarray:
         """Images (B, H, W, C) uint8, each from its own generator. `cancelled()` is asked before each step.
@@ -121,7 +123,8 @@ class Painter:
             width=self._recipe.image.width,
             height=self._recipe.image.height,
             num_inference_steps=wanted,
-            guidance_scale=self._recipe.guidance,
+            negative_prompt=[negative] * len(prompts),
+            guidance_scale=self._recipe.guidance if guidance is None else guidance,
             # Drawn on the CPU, so that a seed means the same image on every device.
             generator=[torch.Generator().manual_seed(seed) for seed in seeds],
             max_sequence_length=self._recipe.text.length,

@@ -34,13 +34,16 @@ def drawn(
     seeds: Sequence[int],
     *,
     steps: int | None = None,
+    guidance: float | None = None,
+    negative: str = "",
     on_step: Callable[[int, int], None] | None = None,
     cancelled: Callable[[], bool] | None = None,
 ) -> np.ndarray:
     """Images for `prompts`, uint8 of shape (B, H, W) where the recipe has one channel, else (B, H, W, C).
 
     Image i starts from its own generator, seeded by `seeds[i]` (as Krea 2's own code does), so it is the same image
-    alone or in a batch. `on_step(done, steps)` is called after each step; `cancelled()` is asked before each.
+    alone or in a batch. `steps` and `guidance`: none = the recipe's; with guidance pictures are led away from what
+    `negative` says. `on_step(done, steps)` is called after each step; `cancelled()` is asked before each.
 
     Gradients are the caller's affair: a network that is split over ranks bears no inference mode.
 
@@ -51,9 +54,10 @@ def drawn(
     if len(prompts) != len(seeds) or not prompts:
         raise ValueError(f"needs one seed for each prompt and at least one, got {len(prompts)} and {len(seeds)}")
     steps = recipe.steps if steps is None else steps
+    guidance = recipe.guidance if guidance is None else guidance
     device = next(model.parameters()).device
     states, mask = (part.to(device) for part in _text(recipe).encode(prompts))
-    plain = tuple(part.to(device) for part in _text(recipe).encode([""] * len(prompts))) if recipe.guidance else None
+    plain = tuple(part.to(device) for part in _text(recipe).encode([negative] * len(prompts))) if guidance else None
     places = positions(recipe.text.length, recipe.image).to(device)
     tokens = to_tokens(torch.stack([_noise(recipe, seed) for seed in seeds]), recipe.image.patch).to(device)
     times = grid(steps, shift_of(recipe.shift, recipe.image.tokens))
@@ -64,7 +68,7 @@ def drawn(
         guess = velocity(model, tokens, states, mask, at, places)
         if plain is not None:
             without = velocity(model, tokens, plain[0], plain[1], at, places)
-            guess = guess + recipe.guidance * (guess - without)
+            guess = guess + guidance * (guess - without)
         tokens = tokens + (then - now) * guess
         if on_step is not None:
             on_step(done + 1, steps)

@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from tidegate.serve.providers.base import ImageProvider
+from tidegate.serve.providers.fal import FalProvider
 from tidegate.serve.providers.openai import OpenAIProvider
-from tidegate.spec.policy import ProviderSpec
+from tidegate.serve.providers.replicate import ReplicateProvider
+from tidegate.spec.providers import ProviderSpec
 
-KINDS: Mapping[str, Callable[[ProviderSpec], ImageProvider]] = {"openai": OpenAIProvider}
+KINDS: Mapping[str, Callable[[ProviderSpec], ImageProvider]] = {
+    "openai": OpenAIProvider,
+    "fal": FalProvider,
+    "replicate": ReplicateProvider,
+}
 
 
 def connect(spec: ProviderSpec) -> ImageProvider:

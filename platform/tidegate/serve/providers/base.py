@@ -41,6 +41,10 @@ class ProviderAmbiguousError(ProviderError):
     """The request was sent and no sound answer came back: it may have been made and charged."""
 
 
+class WrongPictureError(ProviderAmbiguousError):
+    """A picture came, and it isn't what was asked for: another size, another format, or none at all."""
+
+
 class ImageProvider(Protocol):
     name: ProviderName
 
