@@ -40,6 +40,7 @@ def stand_in(stand_in_process: StandIn) -> StandIn:
         queue_max=1000,
         forget=True,
         key="",
+        files_at="",
         refuse_response_format=False,
     )
     return stand_in_process

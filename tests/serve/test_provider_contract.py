@@ -17,6 +17,7 @@ from tidegate.ids import RequestId
 from tidegate.ports import free_port
 from tidegate.serve.providers import KINDS, connect
 from tidegate.serve.providers.base import ProviderAmbiguousError, ProviderRefusedError
+from tidegate.serve.providers.wire import Wire
 from tidegate.serve.work import ImageJob, Made, Size
 from tidegate.spec.providers import ProviderSpec
 from tidegate.testing.standin_replicate import VERSION
@@ -83,6 +84,21 @@ def test_the_key_is_shown_as_the_service_wants_it(
     assert refused(spec(stand_in, kind)).status == 401
     monkeypatch.setenv("STAND_IN_KEY", "secret")
     assert len(make(spec(stand_in, kind, api_key_env="STAND_IN_KEY")).pngs) == 1
+
+
+def test_a_foreign_host_gets_no_key_and_no_visit_in_the_clear(
+    kind: str, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A provider's answer names URLs; it must not read our key elsewhere by them, nor what lies inside our network."""
+    if kind in QUEUES:
+        stand_in.control(files_at=stand_in.url.replace("127.0.0.1", "localhost") + "/")
+        assert "only https and its own host" in ambiguous(spec(stand_in, kind)).why
+    monkeypatch.setenv("STAND_IN_KEY", "secret")
+    wire = Wire(spec(stand_in, kind, api_key_env="STAND_IN_KEY"))
+    assert wire.key_for("images/generations") == {"authorization": "Bearer secret"}
+    assert wire.key_for(f"{stand_in.url}/anything") == {"authorization": "Bearer secret"}
+    assert wire.key_for("https://files.example.com/a.png") == {}
+    assert wire.key_for(stand_in.url.replace("127.0.0.1", "localhost")) == {}
 
 
 def test_a_model_that_it_lacks_concerns_this_request_only(kind: str, stand_in: StandIn) -> None:

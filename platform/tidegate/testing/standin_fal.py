@@ -81,7 +81,7 @@ def add_fal(app: FastAPI, studio: Studio, jobs: Jobs) -> None:
             bad_input = job.fault is None
             problem = {"loc": ["body"], "msg": job.why, "type": "value_error" if bad_input else "internal_error"}
             return JSONResponse({"detail": [problem]}, 422 if bad_input else 500, headers=MARK)
-        base = str(request.base_url)
+        base = studio.files_at or str(request.base_url)
         images = [
             {"url": f"{base}fal/files/{job.id}/{i}.png", "content_type": "image/png"} for i in range(len(job.pngs))
         ]

@@ -69,7 +69,7 @@ def add_replicate(app: FastAPI, studio: Studio, jobs: Jobs) -> None:
         job = jobs.take(order, fault)
         if fault is Fault.DROP:
             return Cut()
-        return JSONResponse(_prediction(request, job), 201, headers=MARK)
+        return JSONResponse(_prediction(studio, request, job), 201, headers=MARK)
 
     @app.get("/replicate/v1/predictions/{prediction_id}")
     async def get(prediction_id: str, request: Request) -> Response:
@@ -77,7 +77,7 @@ def add_replicate(app: FastAPI, studio: Studio, jobs: Jobs) -> None:
         job = jobs.find(prediction_id)
         if job is None:
             return JSONResponse({"detail": "Not found", "status": 404}, 404, headers=MARK)
-        return JSONResponse(_prediction(request, job), headers=MARK)
+        return JSONResponse(_prediction(studio, request, job), headers=MARK)
 
     @app.post("/replicate/v1/predictions/{prediction_id}/cancel")
     async def cancel(prediction_id: str, request: Request) -> Response:
@@ -85,7 +85,7 @@ def add_replicate(app: FastAPI, studio: Studio, jobs: Jobs) -> None:
         if job is None:
             return JSONResponse({"detail": "Not found", "status": 404}, 404, headers=MARK)
         jobs.cancel(job)
-        return JSONResponse(_prediction(request, job), headers=MARK)
+        return JSONResponse(_prediction(studio, request, job), headers=MARK)
 
     @app.get("/replicate/files/{prediction_id}/{name}")
     async def picture(prediction_id: str, name: str) -> Response:
@@ -101,9 +101,9 @@ _STATUS = {
 }
 
 
-def _prediction(request: Request, job: Job) -> dict[str, Any]:
+def _prediction(studio: Studio, request: Request, job: Job) -> dict[str, Any]:
     base = str(request.base_url)
-    files = [f"{base}replicate/files/{job.id}/out-{i}.png" for i in range(len(job.pngs))]
+    files = [f"{studio.files_at or base}replicate/files/{job.id}/out-{i}.png" for i in range(len(job.pngs))]
     own = f"{base}replicate/v1/predictions/{job.id}"
     now = datetime.now(UTC).isoformat()
     return {

@@ -77,6 +77,8 @@ class Control(BaseModel):
     """Requests that may wait at the queue faces; above it they refuse."""
     key: str | None = None
     """What callers must show from now on; empty = nothing."""
+    files_at: str | None = None
+    """Where the queue faces say that pictures lie, `http://HOST:PORT/`; empty = here."""
     refuse_response_format: bool | None = None
     """As OpenAI's newer image models do."""
     forget: bool = False
@@ -95,6 +97,7 @@ class Studio:
         self.key = key
         """What callers must show; empty = anybody may ask."""
         self.queue_max = 1000
+        self.files_at = ""
         self.refuse_response_format = False
         self.ongoing = 0
         self.counts: Counter[str] = Counter()
@@ -106,7 +109,7 @@ class Studio:
         self._changed = asyncio.Event()
 
     def control(self, order: Control) -> None:
-        for name in ("latency_s", "latency_sigma", "slots", "queue_max", "key", "refuse_response_format"):
+        for name in ("latency_s", "latency_sigma", "slots", "queue_max", "key", "files_at", "refuse_response_format"):
             value = getattr(order, name)
             if value is not None:
                 setattr(self, name, value)

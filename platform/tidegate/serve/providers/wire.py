@@ -58,8 +58,9 @@ class Wire:
             ProviderRefusedError: it was never reached.
             ProviderAmbiguousError: it was, and no whole answer came back.
         """
+        self._must_be_followed(url)
         timeout = httpx.Timeout(timeout_s, connect=min(_CONNECT_TIMEOUT_S, timeout_s))
-        sent = {**self._key_for(url), **(headers or {})}
+        sent = {**self.key_for(url), **(headers or {})}
         try:
             return await self._client.request(method, url, json=body, headers=sent, timeout=timeout)
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.InvalidURL) as error:
@@ -72,8 +73,9 @@ class Wire:
     async def look(self, url: str, *, errors_count: bool = False) -> httpx.Response | None:
         """One GET, which changes nothing; None where it may be asked again (lost, throttled, a server's error unless
         `errors_count`)."""
+        self._must_be_followed(url)
         try:
-            response = await self._client.get(url, headers=self._key_for(url), timeout=_CONNECT_TIMEOUT_S * 3)
+            response = await self._client.get(url, headers=self.key_for(url), timeout=_CONNECT_TIMEOUT_S * 3)
         except httpx.HTTPError:
             return None
         again = response.status_code == 429 or (response.status_code >= 500 and not errors_count)
@@ -87,13 +89,10 @@ class Wire:
         """
         if url.startswith("data:"):
             return self.decoded(url.partition(";base64,")[2])
-        if not self._may_follow(url):
-            raise ProviderAmbiguousError(
-                self.name, f"a picture at {url[:80]!r}: only https or its own host is followed"
-            )
+        self._must_be_followed(url)
         raw = bytearray()
         try:
-            async with self._client.stream("GET", url, headers=self._key_for(url)) as response:
+            async with self._client.stream("GET", url, headers=self.key_for(url)) as response:
                 if response.status_code == 429 or response.status_code >= 500:
                     return None
                 if response.status_code != 200:
@@ -148,19 +147,21 @@ class Wire:
         if got != asked:
             raise ProviderAmbiguousError(self.name, f"{got} pictures instead of {asked}")
 
+    def key_for(self, url: str) -> dict[str, str]:
+        """The headers that show our key: none for a foreign host."""
+        return self._auth if self._is_own(url) else {}
+
     async def aclose(self) -> None:
         await self._client.aclose()
-
-    def _key_for(self, url: str) -> dict[str, str]:
-        return self._auth if self._is_own(url) else {}
 
     def _is_own(self, url: str) -> bool:
         there = self._own.join(url)
         return (there.scheme, there.host, there.port) == (self._own.scheme, self._own.host, self._own.port)
 
-    def _may_follow(self, url: str) -> bool:
+    def _must_be_followed(self, url: str) -> None:
         # An answer may not send us to the inside of our own network in the clear.
-        return self._is_own(url) or self._own.join(url).scheme == "https"
+        if not self._is_own(url) and self._own.join(url).scheme != "https":
+            raise ProviderAmbiguousError(self.name, f"it names {url[:80]!r}: only https and its own host are followed")
 
 
 def retry_after_s(header: str | None, now_s: float) -> float | None:
