@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from tidegate.arbiter.messages import Action, Verdict, When
 from tidegate.health.history import History
 from tidegate.health.judge import Finding, gap_s, judge
-from tidegate.health.readings import Reading, Signal, Status
+from tidegate.health.readings import DEADLINE_MISSED, Reading, Signal, Status
 from tidegate.health.rules import rules_of
-from tidegate.health.table import DEADLINE_MISSED
 from tidegate.ids import GpuId, NodeId, Tier
 from tidegate.spec.policy import HealthSpec, TemperatureRule
 

@@ -12,8 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tidegate.clock import Clock
-from tidegate.health.readings import Reading, Round, Signal, Source, Status
-from tidegate.health.table import DEADLINE_MISSED
+from tidegate.health.readings import DEADLINE_MISSED, Reading, Round, Signal, Source, Status
 from tidegate.ids import NodeId
 
 logger = logging.getLogger(__name__)

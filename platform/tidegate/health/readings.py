@@ -366,6 +366,10 @@ class Status(StrEnum):
     """No fresh value this time."""
 
 
+DEADLINE_MISSED = "DEADLINE_MISSED"
+"""The cause that the agent gives when a source has not come back in time; every other is the source's own word."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
     at_s: float
