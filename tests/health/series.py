@@ -6,9 +6,10 @@ import math
 from collections.abc import Iterable, Iterator
 
 from tidegate.arbiter.messages import Verdict
-from tidegate.health.conditions import Above, Against, Among, Below, Bits, OneOf, Replays, Rises, Says, Xid
+from tidegate.health.conditions import Above, Against, Below, Bits, OneOf, Replays, Rises, Says, Xid
 from tidegate.health.history import History
 from tidegate.health.judge import Finding, judge
+from tidegate.health.peers import Among
 from tidegate.health.readings import CEILINGS, Reading, Signal, Status
 from tidegate.health.rule import Rule
 from tidegate.health.rules import gap_s, rules_of

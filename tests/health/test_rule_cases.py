@@ -12,9 +12,8 @@ from tidegate.errors import PolicyError
 from tidegate.health.history import History
 from tidegate.health.judge import judge
 from tidegate.health.memory import FileMemory
-from tidegate.health.readings import Signal, Status
+from tidegate.health.readings import DEADLINE_MISSED, Signal, Status
 from tidegate.health.rules import rules_of
-from tidegate.health.table import DEADLINE_MISSED
 from tidegate.spec.load import parse_model
 from tidegate.spec.policy import HealthSpec, Policy, RepeatOffenderSpec
 

@@ -12,8 +12,8 @@ from tests.health.series import GPU, PORT, RULES, SPEC, Played, Steps, reading
 from tidegate.arbiter.messages import Action
 from tidegate.health.conditions import Rises
 from tidegate.health.readings import CEILINGS, COUNTERS, EVENTS, Reading, Signal, Status
+from tidegate.health.rule import EDGE
 from tidegate.health.rules import gap_s
-from tidegate.health.table import EDGE
 from tidegate.health.values import SENTINELS
 
 EACH = pytest.mark.parametrize("name", list(RULES))

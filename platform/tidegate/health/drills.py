@@ -5,8 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 from tidegate.errors import TidegateError
-from tidegate.health.readings import Reading, Signal, Status
-from tidegate.health.table import DEADLINE_MISSED
+from tidegate.health.readings import DEADLINE_MISSED, Reading, Signal, Status
 from tidegate.ids import NodeId
 
 DRILL = "a drill"

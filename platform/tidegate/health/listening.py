@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from tidegate.health.conditions import Above, Against, Among, Below, Bits, OneOf, Replays, Rises, Says
+from tidegate.health.conditions import Above, Against, Below, Bits, OneOf, Replays, Rises, Says
 from tidegate.health.history import REPEAT_OFFENDER
+from tidegate.health.peers import Among
 from tidegate.health.readings import EVENTS, Signal
 from tidegate.health.rule import Rule
 from tidegate.health.rules import gap_s, rules_of
