@@ -1,21 +1,18 @@
-"""The images application: one pool of GPU replicas for each node that has GPUs, and the gateway before them.
+"""The images application: the gateway, and the plan by which the arbiter gives each GPU node its pool of replicas.
 
 tidegate up --app serve_apps/images.yaml     # or: serve deploy serve_apps/images.yaml
 """
 
 import math
+import time
 from pathlib import Path
-from typing import Any
 
-import ray
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from ray import serve
-from ray.serve.config import RequestRouterConfig
 
-from tidegate.ids import NodeId, pool_name
 from tidegate.serve.admission import Limits
 from tidegate.serve.gateway import Gateway
-from tidegate.serve.replica import ImagesReplica
+from tidegate.serve.pools import images_plan
 from tidegate.serve.work import Size
 from tidegate.spec.load import load_policy
 from tidegate.train.recipe import Recipe
@@ -43,8 +40,8 @@ class ImagesArgs(BaseModel):
     gateway_labels: dict[str, str] = Field(default_factory=dict)
     """Node labels, as in Ray's label selectors: where gateways may run. Empty = anywhere. A gateway's own requests die
     with its node, so keep them off machines that are likely to be lost."""
-    nodes: list[str] | None = None
-    """Ray ids of the nodes that get a pool; none = those that live now. `tidegate up --redeploy` fills it in."""
+    deployed_at_s: float | None = None
+    """Filled in by `tidegate up --redeploy`, so that Serve builds anew what has not changed."""
     threads_per_replica: int = Field(default=1, ge=1)
     gpus_per_replica: float = 1
     """The pools count one whole GPU for each replica; another number is refused."""
@@ -65,20 +62,6 @@ class ImagesArgs(BaseModel):
 def build(args: ImagesArgs) -> serve.Application:
     policy = load_policy(Path(args.policy))
     recipe = Recipe.model_validate_json((Path(args.weights) / "recipe.json").read_bytes())
-    pools = {
-        pool_name(node): ImagesReplica.options(
-            name=pool_name(node),
-            num_replicas=1,  # to begin with; from then on the arbiter sets it through the external scaler
-            ray_actor_options={"num_cpus": 0, "num_gpus": 1, "label_selector": {"ray.io/node-id": node}},
-            request_router_config=RequestRouterConfig(
-                request_router_class="tidegate.serve.router:SpillRouter",
-                request_router_kwargs={"pool": pool_name(node)},
-            ),
-            graceful_shutdown_wait_loop_s=0.1,
-            graceful_shutdown_timeout_s=policy.serving.drain_deadline_s,
-        ).bind(policy.serving.app, args.weights, args.threads_per_replica, 2 * policy.serving.request_deadline_s)
-        for node in gpu_nodes(ray.nodes(), args.nodes)
-    }
     size = Size(recipe.image.width, recipe.image.height)
     limits = Limits(
         model=args.model,
@@ -96,16 +79,12 @@ def build(args: ImagesArgs) -> serve.Application:
         graceful_shutdown_wait_loop_s=0.1,
         graceful_shutdown_timeout_s=policy.serving.request_deadline_s,
     )
-    return gateway.bind(policy, limits, pools)
-
-
-def gpu_nodes(nodes: list[dict[str, Any]], wanted: list[str] | None = None) -> list[NodeId]:
-    """The live ones with a GPU, from what `ray.nodes()` says; of these the wanted ones, if any are named."""
-    found = sorted(
-        NodeId(node["NodeID"])
-        for node in nodes
-        if node["Alive"] and node["Resources"].get("GPU", 0) >= 1 and (wanted is None or node["NodeID"] in wanted)
+    plan = images_plan(
+        app=policy.serving.app,
+        weights=args.weights,
+        threads=args.threads_per_replica,
+        stuck_after_s=2 * policy.serving.request_deadline_s,
+        drain_s=policy.serving.drain_deadline_s,
+        at_s=time.time(),
     )
-    if not found:
-        raise RuntimeError("no live node has a GPU\nhint: `ray start --num-gpus=N` on one, then deploy again")
-    return found
+    return gateway.bind(policy, limits, plan)

@@ -31,7 +31,8 @@ from stand_in import StandIn
 
 from tidegate.arbiter.client import ACTOR_NAME, NAMESPACE
 from tidegate.arbiter.messages import GatewayReport, Orders, ReplicaReport, Spillway, Weights
-from tidegate.ids import Generation, NodeId, PoolName, pool_name
+from tidegate.arbiter.pools_on_serve import lay_pools
+from tidegate.ids import Generation, NodeId, PoolName, pool_name, pools_app
 from tidegate.ports import free_port
 from tidegate.serve.admission import Limits
 from tidegate.serve.arbiter_link import canary_job
@@ -116,13 +117,13 @@ class Room:
     def scale(self, replicas: int) -> None:
         """As the arbiter does: by Serve's external scaler."""
         controller = ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
-        ray.get(controller.update_deployment_replicas.remote(DeploymentID(self.pool, APP), replicas))
+        ray.get(controller.update_deployment_replicas.remote(DeploymentID(self.pool, pools_app(APP)), replicas))
 
     def replica_states(self) -> dict[str, str]:
         """The pool's replicas as Serve's controller lists them, pending ones too."""
         controller = ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
         details = ray.get(controller.get_serve_instance_details.remote())
-        replicas = details["applications"][APP]["deployments"][self.pool]["replicas"]
+        replicas = details["applications"][pools_app(APP)]["deployments"][self.pool]["replicas"]
         return {row["replica_id"]: str(getattr(row["state"], "value", row["state"])) for row in replicas}
 
     def running(self) -> int:
@@ -189,10 +190,14 @@ def room(tmp_path_factory: pytest.TempPathFactory, stand_in_process: StandIn) ->
         serve.start(proxy_location=ProxyLocation.HeadOnly, http_options=HTTPOptions(host="127.0.0.1", port=port))
         app = images_app()
         args = app.ImagesArgs(weights=str(exports / "first"), model=MODEL, policy=str(policy))
-        serve.run(app.build(args), name=APP, route_prefix="/", external_scaler_enabled=True)
-        pool = pool_name(NodeId(ray.nodes()[0]["NodeID"]))
-        room = Room(f"http://127.0.0.1:{port}", pool, arbiter, stand_in_process, work / "state", exports)
+        serve.run(app.build(args), name=APP, route_prefix="/")
+        node = NodeId(ray.nodes()[0]["NodeID"])
+        room = Room(f"http://127.0.0.1:{port}", pool_name(node), arbiter, stand_in_process, work / "state", exports)
         wait_until(lambda: room.heard()[0], 60, "the gateway's first report")
+        plan = room.gateway().plan
+        assert plan is not None
+        lay_pools(APP, plan, {node: 0})  # as the arbiter does
+        room.order(Spillway.CLOSED, **{room.pool: 2})
         room.scale(2)
         room.wait_running(2)
         yield room
@@ -324,7 +329,7 @@ def test_the_router_refuses_at_once_and_keeps_nothing(room: Room) -> None:
     """Full and empty pools, through a handle of this process: Serve's own router would let each request wait."""
     room.order(Spillway.CLOSED)
     room.wait_running(2)
-    make = serve.get_deployment_handle(room.pool, APP).make
+    make = serve.get_deployment_handle(room.pool, pools_app(APP)).make
     job = replace(canary_job(Limits(model=MODEL, sizes=(Size(8, 8),))), images=10, steps=200)
     with ThreadPoolExecutor(6) as callers:
         ends = [callers.submit(make.remote(job).result, timeout_s=60) for _ in range(6)]

@@ -49,6 +49,10 @@ class FleetSeen:
 
     nodes: Mapping[NodeId, NodeSeen] = field(default_factory=dict)
     pools: Mapping[PoolName, PoolSeen] = field(default_factory=dict)
+    strays: frozenset[PoolName] = frozenset()
+    """Pools of nodes that are gone."""
+    serves: bool = True
+    """Serve has the application."""
     groups: Mapping[ClaimId, GroupState] = field(default_factory=dict)
     leaked: Mapping[str, ClaimId] = field(default_factory=dict)
     gangs_gone: Mapping[ClaimId, str] = field(default_factory=dict)
@@ -111,6 +115,8 @@ class ArbiterLoop:
         return View(
             nodes=self.seen.nodes,
             pools=self.seen.pools,
+            strays=self.seen.strays,
+            serves=self.seen.serves,
             groups=self.seen.groups,
             leaked=self.seen.leaked,
             gateways=dict(self.gateways),

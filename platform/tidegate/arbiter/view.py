@@ -46,6 +46,8 @@ class PoolSeen:
     running: int
     starting: int
     stopping: int
+    plan: str = ""
+    """The version of the plan that it was built by."""
 
     @property
     def holding(self) -> int:
@@ -65,12 +67,21 @@ class View:
     gangs_gone: Mapping[ClaimId, str] = field(default_factory=dict)
     """Claims whose coordinator is dead, and how that was seen."""
     replicas: Mapping[str, ReplicaReport] = field(default_factory=dict)
+    serves: bool = True
+    """The application is deployed: its pools may be built."""
+    strays: frozenset[PoolName] = frozenset()
+    """Pools of nodes that are gone."""
     leaked: Mapping[str, ClaimId] = field(default_factory=dict)
     """Placement groups of ours that are no claim's present one, and whose they were."""
     up_for_s: float = math.inf
     """Since when this arbiter hears reports: one that has just come back has not heard all."""
     overflow_for_s: float = 0.0
     """For how long, without a pause, requests have waited or gone to providers."""
+
+    @cached_property
+    def leaving(self) -> tuple[NodeId, ...]:
+        """The nodes that Ray drains."""
+        return tuple([node.id for node in self.nodes.values() if node.drains_by_s is not None])
 
     @cached_property
     def telling(self) -> Mapping[NodeId, HealthReport]:

@@ -55,6 +55,9 @@ class ImagesReplica:
         )
         self._reporting = asyncio.get_running_loop().create_task(self._report_for_ever())
 
+    def reconfigure(self, config: dict[str, str]) -> None:
+        """Names the plan that this was built by; Serve keeps it to show it."""
+
     async def make(self, job: ImageJob) -> Made:
         """Make a job's pictures; image i from `seed + i`. A cancelled call stops between two denoise steps."""
         gone = threading.Event()
