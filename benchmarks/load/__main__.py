@@ -25,27 +25,21 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import httpx
-import ray
 from benchmarks.contenders.light_apps import MODEL, SIDE
 from benchmarks.contract import this_machine
 from benchmarks.load import verdict
 from benchmarks.load.client import Clients
+from benchmarks.load.ground import REPLICAS, SLOTS, ground
 from benchmarks.load.story import DROPS, Provider, Story, wait_for
 from benchmarks.load.summary import Summary, kinds, page, seen, write
 from benchmarks.soak.verdict import Check
 
-from benchmarks import arena
-from tidegate.cli.connect import connect
 from tidegate.json_lines import read_lines
 from tidegate.ports import free_port
 from tidegate.serve.ledger import read_audited, read_totals
 
-NODES = ("node-a", "node-b")
-GPUS_PER_NODE = 2
 SERVICE_S = 0.1
 """Of one picture, here and at the provider."""
-SLOTS = 16
 RATE_PER_S = 24.0
 PHASE_S = 70.0
 
@@ -68,7 +62,7 @@ class LoadTest:
 
     def __post_init__(self) -> None:
         self.clients = Clients(
-            url=f"http://127.0.0.1:{self.http_port}",
+            url=f"http://127.0.0.1:{self.base_port + 2}",
             model=MODEL,
             side=SIDE,
             rate_per_s=self.rate_per_s,
@@ -76,65 +70,22 @@ class LoadTest:
             log=self.folder / "clients.jsonl",
         )
         self.provider = Provider(port=free_port(), latency_s=SERVICE_S, slots=SLOTS)
-        self.story = Story(provider=self.provider, replicas=len(NODES) * GPUS_PER_NODE, say=say)
+        self.story = Story(provider=self.provider, replicas=REPLICAS, say=say)
 
     @property
-    def http_port(self) -> int:
-        return self.base_port + 2
-
-    @property
-    def state_dir(self) -> Path:
-        return self.folder / "state"
+    def ledgers(self) -> Path:
+        return self.folder / "state" / "ledger"
 
     def run(self) -> Summary:
-        self.provider.start()
-        try:
-            environment = arena.fake_gpus(self.folder / "nvml", NODES, GPUS_PER_NODE)
-            gpus = (GPUS_PER_NODE,) * len(NODES)
-            with arena.cluster(self.base_port, gpus, environment, haproxy=self.haproxy) as cluster:
-                policy = self._write_policy()
-                arena.start_control_plane(policy, cluster.address)
-                connect(cluster.address)
-                try:
-                    self._deploy(cluster.dashboard_url, policy)
-                    self._play()
-                finally:
-                    self.clients.stop()
-                    ray.shutdown()
-        finally:
-            self.provider.kill()
+        with (
+            self.provider,
+            ground(self.folder, self.base_port, self.story, service_s=SERVICE_S, haproxy=self.haproxy),
+        ):
+            try:
+                self._play()
+            finally:
+                self.clients.stop()
         return self._judge()
-
-    def _write_policy(self) -> Path:
-        way_out = {
-            "name": "stand-in",
-            "base_url": f"{self.provider.url}/v1",
-            "models": {MODEL: "stand-in-image"},
-            "price_per_image_usd": 0.01,
-            "slots": SLOTS,
-            "timeout_s": 10.0,
-            "cooldown_s": 1.0,
-        }
-        serving = {"patience_s": 2.0, "request_deadline_s": 60.0, "return_dwell_s": 0.5}
-        return arena.write_policy(self.folder, serving=serving, claims={"dwell_s": 0.0}, providers=[way_out])
-
-    def _deploy(self, dashboard_url: str, policy: Path) -> None:
-        config = {
-            "proxy_location": "HeadOnly",
-            "http_options": {"host": "127.0.0.1", "port": self.http_port},
-            "applications": [
-                {
-                    "name": "images",
-                    "route_prefix": "/",
-                    "import_path": "benchmarks.contenders.light_apps:images",
-                    "external_scaler_enabled": True,
-                    "args": {"policy": str(policy), "service_s": SERVICE_S},
-                }
-            ],
-        }
-        httpx.put(f"{dashboard_url}/api/serve/applications/", json=config, timeout=60.0).raise_for_status()
-        wait_for(self.story.home, f"{self.story.replicas} replicas run")
-        wait_for(lambda: _ready(self.clients.url), "the gateway is ready")
 
     def _play(self) -> None:
         say(f"{self.story.replicas} replicas serve; {self.rate_per_s:g} asks a second, {self.phase_s:g} s a phase")
@@ -143,13 +94,13 @@ class LoadTest:
         self.clients.stop()
         say(f"{self.clients.sent} asks, all ended")
         # A gateway writes its rows some time after its answer, and the cluster ends it by SIGKILL.
-        wait_for(lambda: not read_totals(self.state_dir / "ledger")["open"], "the ledger is written", 20.0)
+        wait_for(lambda: not read_totals(self.ledgers)["open"], "the ledger is written", 20.0)
 
     def _judge(self) -> Summary:
         heard = list(read_lines(self.clients.log))
-        ledger = list(read_audited(self.state_dir / "ledger"))
+        ledger = list(read_audited(self.ledgers))
         audited = self._audit()
-        canaries = int(read_totals(self.state_dir / "ledger")["canaries"])
+        canaries = int(read_totals(self.ledgers)["canaries"])
         books = {**self.provider.books, "canaries": canaries}
         first, last = self.story.phases[0], self.story.phases[-1]
         lasted_s = last.ended_at_s - first.began_at_s
@@ -182,19 +133,12 @@ class LoadTest:
         """As an operator asks for it."""
         command = [sys.executable, "-m", "tidegate.cli.main", "audit", "--since", "1d", "--grace-s", "0", "--json"]
         done = subprocess.run(
-            [*command, "--state-dir", str(self.state_dir)], capture_output=True, text=True, check=False
+            [*command, "--state-dir", str(self.ledgers.parent)], capture_output=True, text=True, check=False
         )
         if done.returncode not in (0, 1):
             raise RuntimeError(f"`tidegate audit` failed: {done.stderr[-1000:]}")
         said: dict[str, Any] = json.loads(done.stdout)
         return said
-
-
-def _ready(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/ready", timeout=2.0).status_code == 200
-    except httpx.HTTPError:
-        return False
 
 
 def main(argv: Sequence[str] | None = None) -> int:

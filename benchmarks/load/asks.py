@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -19,7 +19,7 @@ class Kind(StrEnum):
     """A size that nobody makes."""
 
 
-SHARES = {Kind.SOUND: 0.82, Kind.CANCELLED: 0.12, Kind.BIG_BODY: 0.03, Kind.BIG_PICTURE: 0.03}
+SHARES: Mapping[Kind, float] = {Kind.SOUND: 0.82, Kind.CANCELLED: 0.12, Kind.BIG_BODY: 0.03, Kind.BIG_PICTURE: 0.03}
 
 PATIENCE_S = (0.0, 0.4)
 """Of a client that leaves: at least and at most."""
@@ -36,13 +36,13 @@ class Ask:
     """`cancelled` only."""
 
 
-def asks(seed: int, rate_per_s: float) -> Iterator[Ask]:
+def asks(seed: int, rate_per_s: float, shares: Mapping[Kind, float] = SHARES) -> Iterator[Ask]:
     """A Poisson stream: whether the one before was answered makes no difference (an open loop)."""
     dice = random.Random(seed)
     at_s, number = 0.0, 0
     while True:
         number += 1
         at_s += dice.expovariate(rate_per_s)
-        (kind,) = dice.choices(list(SHARES), weights=list(SHARES.values()))
+        (kind,) = dice.choices(list(shares), weights=list(shares.values()))
         leaves = dice.uniform(*PATIENCE_S) if kind is Kind.CANCELLED else None
         yield Ask(number=number, at_s=at_s, kind=kind, leaves_after_s=leaves)

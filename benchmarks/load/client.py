@@ -8,12 +8,13 @@ import io
 import json
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
 import httpx
-from benchmarks.load.asks import Ask, Kind, asks
+from benchmarks.load.asks import SHARES, Ask, Kind, asks
 from PIL import Image
 
 from tidegate.serve.api import BODY_LIMIT_BYTES
@@ -51,6 +52,7 @@ class Clients:
     rate_per_s: float
     seed: int
     log: Path
+    shares: Mapping[Kind, float] = field(default_factory=lambda: SHARES)
     sent: int = field(init=False, default=0)
     _stop: threading.Event = field(init=False, default_factory=threading.Event)
     _thread: threading.Thread = field(init=False)
@@ -71,7 +73,7 @@ class Clients:
         began_s = time.monotonic()
         with self.log.open("w", encoding="utf-8") as log:
             async with httpx.AsyncClient(timeout=TIMEOUT_S, limits=limits) as http, asyncio.TaskGroup() as under_way:
-                for ask in asks(self.seed, self.rate_per_s):
+                for ask in asks(self.seed, self.rate_per_s, self.shares):
                     while time.monotonic() < began_s + ask.at_s and not self._stop.is_set():
                         await asyncio.sleep(min(0.1, max(0.0, began_s + ask.at_s - time.monotonic())))
                     if self._stop.is_set():

@@ -55,6 +55,13 @@ class Provider:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    def __enter__(self) -> Provider:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
     def start(self) -> None:
         options = ["--port", str(self.port), "--latency-s", str(self.latency_s), "--slots", str(self.slots)]
         command = [sys.executable, "-m", "tidegate.testing.standin_provider", *options]
@@ -97,22 +104,33 @@ class Story:
     _arbiter: ArbiterClient = field(init=False, default_factory=lambda: ArbiterClient(timeout_s=20.0))
     _began_at_s: float = field(init=False, default=0.0)
     _presence: Any = field(init=False, default=None)
+    _claims: int = field(init=False, default=0)
 
     def play(self, phase_s: float) -> None:
         """Steady, claimed, provider down, provider back, returned: `phase_s` each, the third half as long."""
         self._begin()
         self._end("steady", phase_s)
-        claim = asyncio.run(self._claim())
-        wait_for(lambda: self.running() == 0, "no replica runs")
+        claim = self.claim()
         self._end("claimed to zero", phase_s)
         self.provider.drop(DROPS)
         self.provider.kill()
         self._end("provider down", phase_s / 2)
         self.provider.start()
         self._end("provider back", phase_s)
+        self.give_back(claim)
+        self._end("returned", phase_s)
+
+    def claim(self) -> ClaimId:
+        """Every GPU, until `give_back`; returns when no replica runs."""
+        self._claims += 1
+        claim = asyncio.run(self._claim(f"load-{self._claims}"))
+        wait_for(lambda: self.running() == 0, "no replica runs")
+        return claim
+
+    def give_back(self, claim: ClaimId) -> None:
+        """Returns when all replicas are home and the spillway is closed."""
         asyncio.run(self._arbiter.release(claim, "the load test gives it back"))
         wait_for(self.home, "all replicas are home and the spillway is closed")
-        self._end("returned", phase_s)
         ray.kill(self._presence)
 
     def running(self) -> int:
@@ -126,8 +144,7 @@ class Story:
     def _status(self) -> dict[str, Any]:
         return asyncio.run(self._arbiter.status())
 
-    async def _claim(self) -> ClaimId:
-        name = "load"
+    async def _claim(self, name: str) -> ClaimId:
         self._presence = Presence.options(name=coordinator_name(name), namespace=NAMESPACE).remote()
         await self._presence.here.remote()
         gpus = self.replicas
