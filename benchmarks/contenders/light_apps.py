@@ -1,4 +1,4 @@
-"""Serve applications for the flip: ours with its own gateway, router and pools, and a plain one as the peer has it.
+"""Serve applications for benchmarks: ours with its own gateway, router and pools, and plain ones as a peer has them.
 
 Both have the same light engine: one request at a time, each takes a set number of seconds, no torch.
 """
@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fastapi import FastAPI
 from PIL import Image
 from pydantic import BaseModel, ConfigDict
 from ray import serve
@@ -44,7 +45,8 @@ class LightEngine:
 
     async def work(self) -> None:
         async with self._working:
-            await asyncio.sleep(self._service_s)
+            if self._service_s:
+                await asyncio.sleep(self._service_s)
 
 
 # --- ours -------------------------------------------------------------------------------------------------------
@@ -71,6 +73,9 @@ class ImagesArgs(BaseModel):
 
     policy: str
     service_s: float
+    slots: int = MAX_ONGOING
+    """Requests that one replica takes at a time."""
+    gateways: int = 1
 
 
 def images(args: ImagesArgs) -> serve.Application:
@@ -79,14 +84,18 @@ def images(args: ImagesArgs) -> serve.Application:
     pool_args: dict[str, str | int | float] = {
         "service_s": args.service_s,
         "drain_s": policy.serving.drain_deadline_s,
+        "slots": args.slots,
     }
-    gateway = Gateway.options(ray_actor_options={"num_cpus": 0}, graceful_shutdown_wait_loop_s=0.1)
+    gateway = Gateway.options(
+        num_replicas=args.gateways, ray_actor_options={"num_cpus": 0}, graceful_shutdown_wait_loop_s=0.1
+    )
     plan = plan_of(f"{__name__}:light_pool", pool_args, time.time())
     return gateway.bind(policy, Limits(model=MODEL, sizes=(Size(SIDE, SIDE),)), plan)
 
 
 def light_pool(node: NodeId, pool: PoolName, args: Mapping[str, Any]) -> serve.Application:
-    return pinned(LightReplica, node, pool, args["drain_s"]).bind(args["service_s"])
+    pinned_here = pinned(LightReplica, node, pool, args["drain_s"])
+    return pinned_here.options(max_ongoing_requests=args["slots"]).bind(args["service_s"])
 
 
 # --- the peer ---------------------------------------------------------------------------------------------------
@@ -125,3 +134,55 @@ class PeerArgs(BaseModel):
 def peer(args: PeerArgs) -> serve.Application:
     workers = Worker.options(ray_actor_options={"num_cpus": 0, "resources": {args.resource: 1}})
     return Door.options(ray_actor_options={"num_cpus": 0}).bind(workers.bind(args.service_s))
+
+
+# --- the same shape and nothing else ----------------------------------------------------------------------------
+
+
+class Wanted(BaseModel):
+    """What a plain images app reads of OpenAI's body."""
+
+    model: str
+    prompt: str
+    size: str
+    n: int = 1
+
+
+_bare_api = FastAPI()
+
+
+@serve.deployment(max_ongoing_requests=10_000)
+@serve.ingress(_bare_api)
+class BareDoor:
+    """An ingress on CPU and one hop to a replica, as Serve's documentation has it: no limits, no ledger, no choice."""
+
+    def __init__(self, workers: DeploymentHandle) -> None:
+        self._workers = workers.options(method_name="make")
+
+    @_bare_api.post("/v1/images/generations")
+    async def generations(self, wanted: Wanted) -> JSONResponse:
+        png: bytes = await self._workers.remote(wanted)
+        return JSONResponse({"data": [{"b64_json": base64.b64encode(png).decode("ascii")}] * wanted.n})
+
+
+@serve.deployment
+class BareWorker(LightEngine):
+    async def make(self, wanted: Wanted) -> bytes:
+        await self.work()
+        return self.png
+
+
+class BareArgs(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    replicas: int
+    slots: int
+    doors: int = 1
+
+
+def bare(args: BareArgs) -> serve.Application:
+    workers = BareWorker.options(
+        num_replicas=args.replicas, max_ongoing_requests=args.slots, ray_actor_options={"num_cpus": 0}
+    )
+    door = BareDoor.options(num_replicas=args.doors, ray_actor_options={"num_cpus": 0})
+    return door.bind(workers.bind(0.0))
