@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 from ray import serve
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
-from ray.serve.handle import DeploymentHandle
+from ray.serve.handle import DeploymentHandle, DeploymentResponse, DeploymentResponseGenerator
 
 from tidegate.arbiter.client import ArbiterClient
 from tidegate.clock import SystemClock
@@ -22,14 +23,14 @@ from tidegate.serve.callers import Callers
 from tidegate.serve.canaries import Canaries
 from tidegate.serve.desk import Desk
 from tidegate.serve.door import Door
-from tidegate.serve.flow import Flow
+from tidegate.serve.flow import Flow, Showing
 from tidegate.serve.job_runner import open_jobs
 from tidegate.serve.ledger import Ledger
 from tidegate.serve.providers import connect
 from tidegate.serve.router_registry import pools_seen
 from tidegate.serve.routes import build_api
 from tidegate.serve.tally import Tally
-from tidegate.serve.work import EngineFailedError, ImageJob, Made, PoolBusyError, PoolLostError
+from tidegate.serve.work import EngineFailedError, ImageJob, Made, Partial, PoolBusyError, PoolLostError, UnfitError
 from tidegate.spec.policy import Policy
 
 
@@ -39,22 +40,43 @@ class RayPools:
     def __init__(self, handles: Mapping[PoolName, DeploymentHandle]) -> None:
         # `.options` makes the router now, so that it is known before the first request.
         self._handles = {name: handle.options(method_name="make") for name, handle in handles.items()}
+        self._shown = {name: handle.options(method_name="make_shown", stream=True) for name, handle in handles.items()}
 
     async def make(self, pool: PoolName, job: ImageJob, timeout_s: float) -> Made:
         response = self._handles[pool].remote(job)
-        try:
-            async with asyncio.timeout(timeout_s):
-                made: Made = await response
-            return made
-        except (asyncio.CancelledError, TimeoutError):
-            response.cancel()  # else the replica would finish a picture that nobody waits for
-            raise
-        except RayTaskError as error:  # the replica's own code raised
-            raise EngineFailedError(str(error.cause)[:300]) from None
-        except BackPressureError:
-            raise PoolBusyError(pool) from None
-        except (RayError, DeploymentUnavailableError) as error:
-            raise PoolLostError(f"{type(error).__name__}: {error}"[:300]) from None
+        async with _answering(pool, response, timeout_s):
+            made: Made = await response
+        return made
+
+    async def make_shown(self, pool: PoolName, job: ImageJob, timeout_s: float, show: Showing) -> Made:
+        response = self._shown[pool].remote(job)
+        async with _answering(pool, response, timeout_s):
+            async for item in response:
+                if isinstance(item, Made):
+                    return item
+                await show(item)
+        raise PoolLostError("the replica's stream ended without a picture")
+
+
+@asynccontextmanager
+async def _answering(
+    pool: PoolName, response: DeploymentResponse[Made] | DeploymentResponseGenerator[Made | Partial], timeout_s: float
+) -> AsyncIterator[None]:
+    """Says in the room's own errors what went wrong with an answer, and takes the request back where nobody waits."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            yield
+    except (asyncio.CancelledError, TimeoutError):
+        response.cancel()  # else the replica would finish a picture that nobody waits for
+        raise
+    except RayTaskError as error:  # the replica's own code raised
+        if isinstance(error.cause, UnfitError):
+            raise error.cause from None
+        raise EngineFailedError(str(error.cause)[:300]) from None
+    except BackPressureError:
+        raise PoolBusyError(pool) from None
+    except (RayError, DeploymentUnavailableError) as error:
+        raise PoolLostError(f"{type(error).__name__}: {error}"[:300]) from None
 
 
 @serve.deployment(max_ongoing_requests=10_000)
