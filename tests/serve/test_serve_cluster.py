@@ -235,6 +235,20 @@ def test_the_openai_client_works_unchanged(room: Room) -> None:
     assert [model.id for model in room.client.models.list().data] == [MODEL]
 
 
+def test_unfinished_pictures_stream_from_a_replica_to_the_client(room: Room) -> None:
+    room.order(Spillway.CLOSED)
+    _, whole = room.make("a seven", seed=9)
+    how = {"model": MODEL, "prompt": "a seven", "stream": True, "partial_images": 2}
+    with room.client.images.generate(**how, extra_body={"seed": 9}) as stream:  # type: ignore[call-overload]
+        events = list(stream)
+    kinds = [event.type.rpartition(".")[2] for event in events]
+    assert kinds == ["partial_image", "partial_image", "completed"]
+    assert [event.partial_image_index for event in events[:2]] == [0, 1]
+    assert base64.b64decode(events[-1].b64_json) == whole
+    assert events[-1].tidegate["backend"] == f"local/{room.pool}"
+    wait_until(lambda: all(load.ongoing == 0 for load in room.gateway().pools), 20, "the slot to be free")
+
+
 def test_errors_have_openais_shape(room: Room) -> None:
     with pytest.raises(openai.NotFoundError) as unknown:  # C179
         room.client.images.generate(model="a model that does not exist", prompt="x")

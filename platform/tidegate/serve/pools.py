@@ -6,22 +6,28 @@ import asyncio
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
+from pydantic import TypeAdapter
 from ray import serve
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
-from ray.serve.handle import DeploymentHandle
+from ray.serve.handle import DeploymentHandle, DeploymentResponse, DeploymentResponseGenerator
 
 from tidegate.arbiter.messages import PoolPlan
 from tidegate.ids import POOL_PREFIX, NodeId, PoolName, pools_app
 from tidegate.serve import router_registry
+from tidegate.serve.flow import Showing
+from tidegate.serve.options import EngineOptions
 from tidegate.serve.replica import ImagesReplica
-from tidegate.serve.work import EngineFailedError, ImageJob, Made, PoolBusyError, PoolLostError
+from tidegate.serve.work import EngineFailedError, ImageJob, Made, Partial, PoolBusyError, PoolLostError, UnfitError
 
 _LOG = logging.getLogger("ray.serve")
+
+_OPTIONS = TypeAdapter(EngineOptions)
 
 
 def plan_of(builder: str, args: Mapping[str, str | int | float], at_s: float) -> PoolPlan:
@@ -30,12 +36,21 @@ def plan_of(builder: str, args: Mapping[str, str | int | float], at_s: float) ->
     return PoolPlan(builder=builder, args=args, version=hashlib.sha256(said.encode()).hexdigest()[:12], at_s=at_s)
 
 
-def images_plan(app: str, weights: str, threads: int, stuck_after_s: float, drain_s: float, at_s: float) -> PoolPlan:
+def images_plan(
+    app: str,
+    weights: str,
+    options: EngineOptions,
+    requests_per_replica: int,
+    stuck_after_s: float,
+    drain_s: float,
+    at_s: float,
+) -> PoolPlan:
     """Of pools whose replicas are `ImagesReplica`s."""
     args: dict[str, str | int | float] = {
         "app": app,
         "weights": weights,
-        "threads": threads,
+        "options": _OPTIONS.dump_json(options).decode(),
+        "requests_per_replica": requests_per_replica,
         "stuck_after_s": stuck_after_s,
         "drain_s": drain_s,
     }
@@ -43,8 +58,11 @@ def images_plan(app: str, weights: str, threads: int, stuck_after_s: float, drai
 
 
 def images_pool(node: NodeId, pool: PoolName, args: Mapping[str, Any]) -> serve.Application:
-    deployment = pinned(ImagesReplica, node, pool, args["drain_s"])
-    return deployment.bind(args["app"], args["weights"], args["threads"], args["stuck_after_s"])
+    here = pinned(ImagesReplica, node, pool, args["drain_s"])
+    options = _OPTIONS.validate_json(args["options"])
+    return here.options(max_ongoing_requests=args["requests_per_replica"]).bind(
+        args["app"], args["weights"], options, args["stuck_after_s"]
+    )
 
 
 def pinned(replica: serve.Deployment, node: NodeId, pool: PoolName, drain_s: float) -> serve.Deployment:
@@ -94,20 +112,43 @@ class RayPools:
                 self._closing = asyncio.get_running_loop().create_task(self._handles.pop(name).shutdown_async())
 
     async def make(self, pool: PoolName, job: ImageJob, timeout_s: float) -> Made:
-        handle = self._handles.get(pool)
-        if handle is None:  # it has just gone
-            raise PoolBusyError(pool)
-        response = handle.remote(job)
+        response = self._handle(pool).remote(job)
+        async with _answering(pool, response, timeout_s):
+            made: Made = await response
+        return made
+
+    async def make_shown(self, pool: PoolName, job: ImageJob, timeout_s: float, show: Showing) -> Made:
+        response = self._handle(pool).options(method_name="make_shown", stream=True).remote(job)
+        async with _answering(pool, response, timeout_s):
+            async for item in response:
+                if isinstance(item, Made):
+                    return item
+                await show(item)
+        raise PoolLostError("the replica's stream ended without a picture")
+
+    def _handle(self, pool: PoolName) -> DeploymentHandle:
         try:
-            async with asyncio.timeout(timeout_s):
-                made: Made = await response
-            return made
-        except (asyncio.CancelledError, TimeoutError):
-            response.cancel()  # else the replica would finish a picture that nobody waits for
-            raise
-        except RayTaskError as error:  # the replica's own code raised
-            raise EngineFailedError(str(error.cause)[:300]) from None
-        except BackPressureError:
+            return self._handles[pool]
+        except KeyError:  # it has just gone
             raise PoolBusyError(pool) from None
-        except (RayError, DeploymentUnavailableError) as error:
-            raise PoolLostError(f"{type(error).__name__}: {error}"[:300]) from None
+
+
+@asynccontextmanager
+async def _answering(
+    pool: PoolName, response: DeploymentResponse[Made] | DeploymentResponseGenerator[Made | Partial], timeout_s: float
+) -> AsyncIterator[None]:
+    """Says in the room's own errors what went wrong with an answer, and takes the request back where nobody waits."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            yield
+    except (asyncio.CancelledError, TimeoutError):
+        response.cancel()  # else the replica would finish a picture that nobody waits for
+        raise
+    except RayTaskError as error:  # the replica's own code raised
+        if isinstance(error.cause, UnfitError):
+            raise error.cause from None
+        raise EngineFailedError(str(error.cause)[:300]) from None
+    except BackPressureError:
+        raise PoolBusyError(pool) from None
+    except (RayError, DeploymentUnavailableError) as error:
+        raise PoolLostError(f"{type(error).__name__}: {error}"[:300]) from None
