@@ -36,7 +36,7 @@ from tidegate.ids import Generation, NodeId, PoolName, pool_name, pools_app
 from tidegate.ports import free_port
 from tidegate.serve.admission import Limits
 from tidegate.serve.arbiter_link import canary_job
-from tidegate.serve.ledger import RequestRow, read_rows, read_totals
+from tidegate.serve.ledger_reading import RequestRow, read_rows, read_totals
 from tidegate.serve.router_registry import ROUTERS, PoolSeen
 from tidegate.serve.work import PoolBusyError, Size
 from tidegate.spec.load import load_model

@@ -65,7 +65,7 @@ def _pools(s: Situation) -> Moves:
     # What is being built can't be set: the next look shows it.
     moves: tuple[Move, ...] = laid or (
         *pools.reassertions(s.book, s.pools_astray, s.now_s),
-        *pools.lowerings(s.view, s.book, s.now_s),
+        *pools.lowerings(s.view, s.book, s.policy.serving, s.now_s),
         *pools.raises(s.view, s.book, s.pools_astray, s.policy.serving, s.now_s),
     )
     return moves, "; ".join(dict.fromkeys(map(why, moves)))
@@ -79,7 +79,7 @@ def _routes(s: Situation) -> Moves:
         allowances = {name: count for name, count in allowances.items() if name in there}
     spillway = orders.spillway
     if spillway is Spillway.OPEN and not any(_needs_spillway(s, claim) for claim in s.book.claims.values()):
-        spillway = Spillway.CLOSED if pools.all_home(s.view, s.book) else spillway
+        spillway = Spillway.CLOSED if pools.all_home(s.view, s.book, s.policy.serving) else spillway
     if spillway is orders.spillway and allowances == orders.allowances:
         return NOTHING
     reason = "targets changed" if spillway is orders.spillway else "all replicas are home: the spillway closes"

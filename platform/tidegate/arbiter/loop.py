@@ -29,6 +29,7 @@ from tidegate.arbiter.messages import (
 from tidegate.arbiter.moves import OPERATOR_RULE, File, Impose, Move, Pardon, Publish, Release, Unbrake
 from tidegate.arbiter.owners import owners
 from tidegate.arbiter.preflight import check_fits
+from tidegate.arbiter.sizing import Load, LoadWatch, need
 from tidegate.arbiter.states import ENDED, ClaimState
 from tidegate.arbiter.view import GroupState, NodeSeen, PoolSeen, View, gpus_of, live_gateways, overflow
 from tidegate.clock import Clock
@@ -87,6 +88,8 @@ class ArbiterLoop:
     """Whose rank stands on a GPU, by the gangs' newest reports."""
     replicas: dict[str, ReplicaReport] = field(init=False, default_factory=dict)
     _overflow_since_s: float | None = field(init=False, default=None)
+    _watch: LoadWatch = field(init=False)
+    _watched_since_s: float | None = field(init=False, default=None)
     _looked: bool = field(init=False, default=False)
     _began_s: float = field(init=False)
     _lock: threading.RLock = field(init=False, default_factory=threading.RLock)
@@ -95,12 +98,15 @@ class ArbiterLoop:
     def __post_init__(self) -> None:
         self.book = self.journal.book()
         self._began_s = self.clock.now_s()
+        sizing = self.policy.serving.sizing
+        self._watch = LoadWatch(keep_s=sizing.to_zero_after_s if sizing else 0.0)
 
     def tick(self) -> Decision:
         seen = self.fleet.look(self.book)
         with self._lock:
             self.seen, self._looked = seen, True
             self._watch_overflow()
+            self._watch_load()
             view = self.view()
             now_s = self.clock.now_s()
             self.decision = decide(self.book, view, self.policy, now_s)
@@ -124,6 +130,7 @@ class ArbiterLoop:
             gangs=dict(self.gangs),
             gangs_gone=self.seen.gangs_gone,
             replicas=dict(self.replicas),
+            load=self._load(),
             up_for_s=self.clock.now_s() - self._began_s,
             overflow_for_s=0.0 if since_s is None else self.clock.now_s() - since_s,
         )
@@ -312,6 +319,28 @@ class ArbiterLoop:
             if said != self._noted:
                 self._noted = said
                 self.note(JournalEntry(at_s=self.clock.now_s(), kind="failed_move", reason=said))
+
+    def _watch_load(self) -> None:
+        """While no gateway reports nothing is known, and the load is not taken for gone."""
+        sizing, now_s = self.policy.serving.sizing, self.clock.now_s()
+        gateways = live_gateways(self.gateways, now_s, self.policy.arbiter.gateway_silent_after_s)
+        if sizing is None or not gateways:
+            self._watched_since_s = None
+            return
+        if self._watched_since_s is None:
+            self._watched_since_s = now_s
+        running = sum(pool.running for pool in self.seen.pools.values())
+        self._watch.observe(now_s, need(gateways, running, sizing.utilisation))
+
+    def _load(self) -> Load | None:
+        sizing, now_s, since_s = self.policy.serving.sizing, self.clock.now_s(), self._watched_since_s
+        if sizing is None:
+            return None
+        return Load(
+            highest=self._watch.highest(now_s, sizing.down_after_s),
+            highest_to_zero=self._watch.highest(now_s, sizing.to_zero_after_s),
+            watched_s=0.0 if since_s is None else now_s - since_s,
+        )
 
     def _watch_overflow(self) -> None:
         """Overflow lasts for as long as every look at the gateways shows some."""

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from tidegate.arbiter.book import Book
 from tidegate.arbiter.messages import GatewayReport, PoolPlan, Spillway
 from tidegate.arbiter.moves import LayPools, SetTarget
+from tidegate.arbiter.sizing import replicas_for
 from tidegate.arbiter.view import NodeSeen, PoolSeen, View, count_fit
 from tidegate.ids import PoolName, Tier, pool_name
 from tidegate.spec.policy import ServingSpec
@@ -85,13 +86,26 @@ def astray(view: View, book: Book) -> tuple[PoolSeen, ...]:
     return tuple([p for p in pools if ours(p.name) != p.target or p.running + p.starting > p.target])
 
 
-def wanted(view: View, book: Book) -> Mapping[PoolName, int]:
-    """The target each deployed pool is heading for, were all GPUs free that should be."""
-    return {
+def wanted(view: View, book: Book, spec: ServingSpec) -> Mapping[PoolName, int]:
+    """The target each deployed pool is heading for, were all GPUs free that should be.
+
+    Where replicas go by load, those that are there stay where they are: the fullest pools are filled first, so that
+    whole nodes become free.
+    """
+    room = {
         pool_name(node.id): room_for_serving(view, book, node)
         for node in view.nodes.values()
         if pool_name(node.id) in view.pools
     }
+    if view.load is None or spec.sizing is None:
+        return room
+    now = {name: book.targets.get(name, view.pools[name].target) for name in room}
+    left = replicas_for(view.load, spec.sizing, sum(now.values()))
+    share = {}
+    for name in sorted(room, key=lambda name: (-now[name], name)):
+        share[name] = min(room[name], left)
+        left -= share[name]
+    return share
 
 
 def raises(view: View, book: Book, odd: Collection[PoolSeen], spec: ServingSpec, now_s: float) -> tuple[SetTarget, ...]:
@@ -107,7 +121,8 @@ def raises(view: View, book: Book, odd: Collection[PoolSeen], spec: ServingSpec,
         return ()
     left = spec.return_step_replicas if returning else 10**9
     moves = []
-    for node, pool, short in sorted(_short(view, book, odd), key=lambda item: item[0].id):
+    lacking = _short(view, book, odd) if view.load is None else _short_of_load(view, book, wanted(view, book, spec))
+    for node, pool, short in sorted(lacking, key=lambda item: item[0].id):
         target = book.targets.get(pool.name, pool.target)
         free = max(0, int(node.free_gpu_slots) - (target - pool.running - pool.starting))
         more = min(short, free, left)
@@ -131,9 +146,17 @@ def _short(view: View, book: Book, odd: Collection[PoolSeen]) -> Iterator[tuple[
                 yield node, pool, short
 
 
-def lowerings(view: View, book: Book, now_s: float) -> tuple[SetTarget, ...]:
-    """Targets to lower because a GPU is not even good for serving, or its node is to go; nodes that a claim holds drain
-    by its own moves. What a leaving node's replicas do is finished there, and what comes new is answered elsewhere.
+def _short_of_load(view: View, book: Book, wanted: Mapping[PoolName, int]) -> Iterator[tuple[NodeSeen, PoolSeen, int]]:
+    for node in view.nodes.values():
+        pool = view.pools.get(pool_name(node.id))
+        if pool is not None and (short := wanted[pool.name] - book.targets.get(pool.name, pool.target)) > 0:
+            yield node, pool, short
+
+
+def lowerings(view: View, book: Book, spec: ServingSpec, now_s: float) -> tuple[SetTarget, ...]:
+    """Targets to lower because the load asks for fewer, a GPU is not even good for serving, or its node is to go; nodes
+    that a claim holds drain by its own moves. What a leaving node's replicas do is finished there, and what comes new
+    is answered elsewhere.
 
     Serve chooses which replica stops: one that is not ready goes first, and on a dead GPU none is ready for long.
     """
@@ -146,7 +169,15 @@ def lowerings(view: View, book: Book, now_s: float) -> tuple[SetTarget, ...]:
         if book.targets.get(name, view.pools[name].target) > room:
             reason = f"{room} of its GPUs are good for serving" if node.drains_by_s is None else "its node is to go"
             moves.append(SetTarget(pool=name, replicas=room, reason=reason, at_s=now_s))
-    return tuple(moves)
+    if moves or view.load is None:
+        return tuple(moves)
+    heading_for = wanted(view, book, spec)
+    enough = f"{sum(heading_for.values())} replicas are enough for the load"
+    return tuple(
+        SetTarget(pool=name, replicas=count, reason=enough, at_s=now_s)
+        for name, count in heading_for.items()
+        if name not in book.held_pools and book.targets.get(name, view.pools[name].target) > count
+    )
 
 
 def reassertions(book: Book, odd: Collection[PoolSeen], now_s: float) -> tuple[SetTarget, ...]:
@@ -158,9 +189,9 @@ def reassertions(book: Book, odd: Collection[PoolSeen], now_s: float) -> tuple[S
     )
 
 
-def all_home(view: View, book: Book) -> bool:
-    """Every pool runs what the cluster has room for."""
-    heading_for = wanted(view, book)
+def all_home(view: View, book: Book, spec: ServingSpec) -> bool:
+    """Every pool runs what the cluster has room for, and the load asks for."""
+    heading_for = wanted(view, book, spec)
     return bool(heading_for) and all(view.pools[pool].running >= count for pool, count in heading_for.items())
 
 

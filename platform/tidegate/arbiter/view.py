@@ -10,6 +10,7 @@ from functools import cached_property
 
 from tidegate.arbiter.book import Book, Quarantine
 from tidegate.arbiter.messages import Action, GangReport, GatewayReport, GpuSeen, HealthReport, ReplicaReport
+from tidegate.arbiter.sizing import Load
 from tidegate.ids import ClaimId, GatewayId, GpuId, NodeId, PoolName, Tier
 
 DOMAIN_LABEL = "tidegate/domain"
@@ -75,6 +76,8 @@ class View:
     """Placement groups of ours that are no claim's present one, and whose they were."""
     up_for_s: float = math.inf
     """Since when this arbiter hears reports: one that has just come back has not heard all."""
+    load: Load | None = None
+    """None: replicas don't go by load."""
     overflow_for_s: float = 0.0
     """For how long, without a pause, requests have waited or gone to providers."""
 
