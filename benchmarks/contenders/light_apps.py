@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import LoggingConfig
 from serve_apps.images import gpu_nodes
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -30,6 +31,8 @@ from tidegate.spec.load import load_policy
 
 MODEL = "light"
 SIDE = 8
+QUIET = LoggingConfig(enable_access_log=False)
+"""As our own deployments are; the bare app has it too."""
 
 
 class LightEngine:
@@ -51,7 +54,7 @@ class LightEngine:
 # --- ours -------------------------------------------------------------------------------------------------------
 
 
-@serve.deployment(max_ongoing_requests=MAX_ONGOING)
+@serve.deployment(max_ongoing_requests=MAX_ONGOING, logging_config=QUIET)
 class LightReplica:
     """Stands where `ImagesReplica` does in the images application."""
 
@@ -153,7 +156,7 @@ class Wanted(BaseModel):
 _bare_api = FastAPI()
 
 
-@serve.deployment(max_ongoing_requests=10_000)
+@serve.deployment(max_ongoing_requests=10_000, logging_config=QUIET)
 @serve.ingress(_bare_api)
 class BareDoor:
     """An ingress on CPU and one hop to a replica, as Serve's documentation has it: no limits, no ledger, no choice."""
@@ -167,7 +170,7 @@ class BareDoor:
         return JSONResponse({"data": [{"b64_json": base64.b64encode(png).decode("ascii")}] * wanted.n})
 
 
-@serve.deployment
+@serve.deployment(logging_config=QUIET)
 class BareWorker(LightEngine):
     async def make(self, wanted: Wanted) -> bytes:
         await self.work()
