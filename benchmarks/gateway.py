@@ -8,13 +8,14 @@ same client asks everybody in turn, each round in another order:
   Serve's HAProxy ingress with throughput-optimized replicas; `plain`: the same under Serve's Python proxy, its default.
 * `litellm`: LiteLLM's proxy before the mock engine, with one worker (its default) and with one for each core (what its
   documentation advises), without a database, keys or callbacks.
+* `ingress`: the bare app without its hop, under HAProxy: shows what the hop costs.
 * `ours`: the whole gateway (limits, callers, routing, ledger, metrics) under the same HAProxy ingress, its arbiter and
   health agents beside it.
 
 Latency is of single requests, one after the other; requests a second are of 16 callers that ask again at once. Every
 contender has the whole machine while it is asked: the others are up, and idle.
 
-Takes about four minutes on two cores, and first some more for LiteLLM's venv.
+Takes about six minutes on two cores, and first some more for LiteLLM's venv.
 """
 
 from __future__ import annotations
@@ -141,27 +142,27 @@ def deploy(cluster: LocalCluster, http_port: int, applications: Sequence[Mapping
     httpx.put(url, json=config, timeout=60.0).raise_for_status()
 
 
-def bare_app(route_prefix: str) -> dict[str, Any]:
+def bare_app(name: str, route_prefix: str, replicas: int = REPLICAS) -> dict[str, Any]:
     return {
-        "name": "bare",
+        "name": name,
         "route_prefix": route_prefix,
         "import_path": "benchmarks.contenders.light_apps:bare",
-        "args": {"replicas": REPLICAS, "slots": SLOTS, "doors": DOORS},
+        "args": {"replicas": replicas, "slots": SLOTS, "doors": DOORS},
     }
 
 
 @contextlib.contextmanager
 def plain_serve(base_port: int) -> Iterator[str]:
     with arena.cluster(base_port, (), ()) as cluster:
-        deploy(cluster, base_port + 2, [bare_app("/")])
+        deploy(cluster, base_port + 2, [bare_app("bare", "/")])
         url = f"http://127.0.0.1:{base_port + 2}"
         await_picture(f"{url}{PATH}")
         yield url
 
 
 @contextlib.contextmanager
-def haproxy_serve(folder: Path, base_port: int) -> Iterator[tuple[str, str]]:
-    """Ours and the bare app behind one HAProxy."""
+def haproxy_serve(folder: Path, base_port: int) -> Iterator[dict[str, str]]:
+    """Ours and the bare apps behind one HAProxy."""
     environment = arena.fake_gpus(folder / "nvml", ("node-a",), REPLICAS)
     with arena.cluster(base_port, (REPLICAS,), environment, haproxy=True) as cluster:
         policy = arena.write_policy(folder, providers=[])
@@ -173,11 +174,12 @@ def haproxy_serve(folder: Path, base_port: int) -> Iterator[tuple[str, str]]:
             "external_scaler_enabled": True,
             "args": {"policy": str(policy), "service_s": 0.0, "slots": SLOTS, "gateways": DOORS},
         }
-        deploy(cluster, base_port + 2, [ours, bare_app("/bare")])
+        deploy(cluster, base_port + 2, [ours, bare_app("bare", "/bare"), bare_app("ingress", "/ingress", 0)])
         url = f"http://127.0.0.1:{base_port + 2}"
-        for each in (url, f"{url}/bare"):
+        urls = {"ours": url, "haproxy": f"{url}/bare", "ingress": f"{url}/ingress"}
+        for each in urls.values():
             await_picture(f"{each}{PATH}")
-        yield url, f"{url}/bare"
+        yield urls
 
 
 @contextlib.contextmanager
@@ -189,12 +191,11 @@ def contenders(folder: Path, base_port: int) -> Iterator[dict[str, str]]:
         litellm(folder, direct, 1) as litellm_default,
         litellm(folder, direct, cores) as litellm_workers,
         plain_serve(base_port) as plain,
-        haproxy_serve(folder, base_port + 3) as (ours, haproxy),
+        haproxy_serve(folder, base_port + 3) as behind_haproxy,
     ):
         yield {
             "direct": direct,
-            "ours": ours,
-            "haproxy": haproxy,
+            **behind_haproxy,
             "plain": plain,
             "litellm_default": litellm_default,
             "litellm_workers": litellm_workers,
@@ -230,6 +231,13 @@ def metrics_of(found: Found) -> dict[str, Metric]:
         "rps_over_plain": _ratio(rates["ours"], rates["plain"], "ours / theirs", ">= 1"),
         "p99_over_haproxy": _ratio(added_p99["ours"], added_p99["haproxy"], "ours / theirs", "<= 1.5"),
         "p99_under_litellm": _ratio(added_p99["ours"], added_p99[best_latency], "theirs / ours", ">= 5"),
+        "hop_s": figure(
+            [hop - ingress for hop, ingress in zip(added["haproxy"], added["ingress"], strict=True)],
+            goal="<= 0.001",
+            note="of the bare app's p50: Serve's call from one deployment to another, which ours makes too and LiteLLM"
+            f" does not; without it the same ingress adds {1000 * statistics.median(added['ingress']):.2f} ms and"
+            f" answers {statistics.median(rates['ingress']):.0f} requests/s",
+        ),
         "direct_p50_s": figure([one.p50_s for one in found["direct"]], goal="<= 0.001", note="the floor"),
     }
 

@@ -18,6 +18,7 @@ from PIL import Image
 from pydantic import BaseModel, ConfigDict
 from ray import serve
 from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import LoggingConfig
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
@@ -31,6 +32,8 @@ from tidegate.spec.load import load_policy
 
 MODEL = "light"
 SIDE = 8
+QUIET = LoggingConfig(enable_access_log=False)
+"""As our own deployments are; the bare app has it too."""
 
 
 class LightEngine:
@@ -52,7 +55,7 @@ class LightEngine:
 # --- ours -------------------------------------------------------------------------------------------------------
 
 
-@serve.deployment(max_ongoing_requests=MAX_ONGOING)
+@serve.deployment(max_ongoing_requests=MAX_ONGOING, logging_config=QUIET)
 class LightReplica:
     """Stands where `ImagesReplica` does in the images application."""
 
@@ -151,21 +154,23 @@ class Wanted(BaseModel):
 _bare_api = FastAPI()
 
 
-@serve.deployment(max_ongoing_requests=10_000)
+@serve.deployment(max_ongoing_requests=10_000, logging_config=QUIET)
 @serve.ingress(_bare_api)
 class BareDoor:
-    """An ingress on CPU and one hop to a replica, as Serve's documentation has it: no limits, no ledger, no choice."""
+    """An ingress on CPU and one hop to a replica, as Serve's documentation has it: no limits, no ledger, no choice.
+    Without workers it answers itself: the ingress alone."""
 
-    def __init__(self, workers: DeploymentHandle) -> None:
-        self._workers = workers.options(method_name="make")
+    def __init__(self, workers: DeploymentHandle | None) -> None:
+        self._workers = None if workers is None else workers.options(method_name="make")
+        self._png = LightEngine(0.0).png
 
     @_bare_api.post("/v1/images/generations")
     async def generations(self, wanted: Wanted) -> JSONResponse:
-        png: bytes = await self._workers.remote(wanted)
+        png: bytes = self._png if self._workers is None else await self._workers.remote(wanted)
         return JSONResponse({"data": [{"b64_json": base64.b64encode(png).decode("ascii")}] * wanted.n})
 
 
-@serve.deployment
+@serve.deployment(logging_config=QUIET)
 class BareWorker(LightEngine):
     async def make(self, wanted: Wanted) -> bytes:
         await self.work()
@@ -176,13 +181,16 @@ class BareArgs(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     replicas: int
+    """0: the door answers itself."""
     slots: int
     doors: int = 1
 
 
 def bare(args: BareArgs) -> serve.Application:
+    door = BareDoor.options(num_replicas=args.doors, ray_actor_options={"num_cpus": 0})
+    if not args.replicas:
+        return door.bind(None)
     workers = BareWorker.options(
         num_replicas=args.replicas, max_ongoing_requests=args.slots, ray_actor_options={"num_cpus": 0}
     )
-    door = BareDoor.options(num_replicas=args.doors, ray_actor_options={"num_cpus": 0})
     return door.bind(workers.bind(0.0))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ray import serve
+from ray.serve.schema import LoggingConfig
 
 from tidegate.arbiter.client import ArbiterClient
 from tidegate.arbiter.messages import ReplicaReport, Weights
@@ -32,7 +33,7 @@ MAX_ONGOING = 2
 _LOG = logging.getLogger("ray.serve")
 
 
-@serve.deployment(max_ongoing_requests=MAX_ONGOING)
+@serve.deployment(max_ongoing_requests=MAX_ONGOING, logging_config=LoggingConfig(enable_access_log=False))
 class ImagesReplica:
     """Serves the newest published weights, or `folder` where none are published or they are refused."""
 
