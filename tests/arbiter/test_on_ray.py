@@ -234,7 +234,7 @@ def process_of(actor: Any) -> int | None:
 
 
 def test_what_a_stopping_replica_still_does_can_be_cut_off(room: Room, tmp_path: Path) -> None:
-    """`actor_name` in the details: past the drain's deadline the arbiter kills the replica by it."""
+    """C009: `actor_name` in the details: past the drain's deadline the arbiter kills the replica by it."""
     room.set(0, 1)
     wait_until(lambda: room.pool(0).running == 1, 60, "a replica runs")
     errors: list[int] = []
@@ -258,7 +258,7 @@ def test_what_a_stopping_replica_still_does_can_be_cut_off(room: Room, tmp_path:
 
 
 def test_a_drain_notice_is_seen(room: Room) -> None:
-    """`get_draining_nodes`: without a deadline as "some time", then with one. A drain can't be taken back."""
+    """C007: `get_draining_nodes`, without a deadline as "some time", then with one. A drain can't be taken back."""
     assert {seen.drains_by_s for seen in room.fleet.look(Book()).nodes.values()} == {None}
     # A node leaves as soon as it is idle: a replica keeps this one.
     wait_until(lambda: room.pool(1).running == 1, 30, "a replica keeps the node")

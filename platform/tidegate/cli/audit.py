@@ -61,6 +61,8 @@ def audit_tables(found: Audit) -> Iterator[Table | Text]:
     if found.refused_after_attempts:
         yield Text(f"of the refused, {found.refused_after_attempts} after something was tried")
     yield Text(f"paid to providers: ${found.spent_usd:.4f}; paid for twice: {found.paid_twice}")
+    if found.hedged:
+        yield Text(f"asked for at two places, as their callers allow: {found.hedged}")
     if found.findings:
         table = Table(title=f"{found.broken} findings", title_justify="left", box=None, pad_edge=False)
         for column in ("request", "gateway", "what"):

@@ -10,6 +10,7 @@ from typing import Literal
 from tidegate.ids import RequestId
 from tidegate.serve.api import ImagesBody
 from tidegate.serve.work import ImageJob, Size
+from tidegate.spec.tenants import HedgeWord
 
 SEED_LIMIT = 2**53
 """Whole numbers up to here survive JSON in every language."""
@@ -87,12 +88,13 @@ def admit(
     waiting: int,
     drawn_seed: int,
     keep_local: bool = False,
+    hedge: HedgeWord = "never",
     priority: int = 0,
 ) -> Admitted | Refused:
     """Check a body against the limits and fill in its defaults.
 
     `waiting` is how many requests wait in this gateway now; `drawn_seed` is used where the client named none.
-    `keep_local` and `priority` are the caller's, by their key.
+    `keep_local`, `hedge` and `priority` are the caller's, by their key.
     """
     if body.model is not None and body.model != limits.model:
         return Refused(
@@ -104,6 +106,9 @@ def admit(
     refused = _not_made(body) or _out_of_bounds(body, limits) or _unguided(body, limits)
     if refused is not None:
         return refused
+    if body.hedge and hedge == "never":
+        why = "'hedge': this key's pictures are not bought twice; leave it out"
+        return Refused(status=400, message=why, param="hedge", code="unsupported_parameter")
     reply = _reply(body)
     if isinstance(reply, Refused):
         return reply
@@ -132,6 +137,7 @@ def admit(
         local_only=keep_local or bool(body.local_only),
         guidance=body.guidance_scale,
         negative_prompt=body.negative_prompt or "",
+        hedge=hedge == "always" if body.hedge is None else body.hedge,
         priority=priority,
         partial_images=body.partial_images or 0,
     )

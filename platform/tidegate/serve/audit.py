@@ -47,6 +47,8 @@ class Audit:
     under_way: int = 0
     """Accepted within the last `grace_s`, not ended yet."""
     paid_twice: int = 0
+    hedged: int = 0
+    """Asked for at two places at once, as their callers allow."""
     spent_usd: float = 0.0
     broken: int = 0
     """Findings in all."""
@@ -70,7 +72,8 @@ def audit(rows: Iterable[Audited], now_s: float, grace_s: float) -> Audit:
     for row in rows:
         seen[row.request_id] += 1
         found.spent_usd += row.price_usd
-        if row.paid_attempts > 1:
+        found.hedged += row.hedges > 0
+        if row.paid_attempts > 1 + row.hedges:
             found.paid_twice += 1
             found.add(row, f"paid for {row.paid_attempts} times: {row.paid_to}")
         if row.accepted_at_s is None:
@@ -102,7 +105,7 @@ def _count_end(found: Audit, row: Audited, now_s: float, grace_s: float) -> None
         return
     setattr(found, end, getattr(found, end) + 1)
     found.refused_after_attempts += row.outcome == Outcome.FAILED
-    if row.outcome == Outcome.ANSWERED and row.answered_attempts != 1:
+    if row.outcome == Outcome.ANSWERED and not 1 <= row.answered_attempts <= 1 + row.hedges:
         found.add(row, f"answered, with {row.answered_attempts} attempts that made its pictures")
     elif row.outcome == Outcome.ANSWERED and row.images < 1:
         found.add(row, "answered without a picture")

@@ -12,7 +12,7 @@ from tidegate.serve.api import ApiError
 from tidegate.serve.rate import Rate, take
 from tidegate.serve.webhooks import secret_bytes
 from tidegate.spec.secrets import read_secrets
-from tidegate.spec.tenants import TenantSpec
+from tidegate.spec.tenants import HedgeWord, TenantSpec
 
 _PRIORITIES = {"interactive": 0, "batch": 1}
 
@@ -21,6 +21,7 @@ _PRIORITIES = {"interactive": 0, "batch": 1}
 class Caller:
     name: str
     local_only: bool = False
+    hedge: HedgeWord = "never"
     priority: int = 0
     suspended: bool = False
     rate: Rate | None = None
@@ -76,7 +77,7 @@ class Callers:
 
     def __init__(self, tenants: tuple[TenantSpec, ...], environ: Mapping[str, str]) -> None:
         self._by_key: dict[bytes, Caller] = {}
-        self._anybody = None if tenants else Caller("anybody")
+        self._anybody = None if tenants else Caller("anybody", hedge="asked")
         self._by_name: dict[str, Caller] = {} if self._anybody is None else {self._anybody.name: self._anybody}
         for tenant in tenants:
             caller = self._by_name[tenant.name] = _caller(tenant, environ)
@@ -129,6 +130,7 @@ def _caller(tenant: TenantSpec, environ: Mapping[str, str]) -> Caller:
     return Caller(
         tenant.name,
         local_only=tenant.local_only,
+        hedge=tenant.hedge,
         priority=_PRIORITIES[tenant.priority],
         suspended=tenant.suspended,
         rate=None if tenant.requests_per_min is None else Rate(tenant.requests_per_min),

@@ -14,6 +14,7 @@ from tidegate.serve.api import ApiError
 from tidegate.serve.backends import Backends
 from tidegate.serve.demand import Demand
 from tidegate.serve.dispatch import Dispatcher
+from tidegate.serve.hedging import hedge_at_s
 from tidegate.serve.ledger import CANARY, Attempt, AttemptOutcome, Ledger
 from tidegate.serve.providers.base import ImageProvider, ProviderAmbiguousError, ProviderRefusedError, WrongPictureError
 from tidegate.serve.providers.fields import wants
@@ -24,6 +25,9 @@ from tidegate.spec.policy import ServingSpec
 
 REST_S = 0.03
 """A pool that was not as free, or not as alive, as it looked is looked at again after this."""
+
+REPLICAS_LEFT = "replicas_left"
+"""The error code of a request that was tried, and of which only replicas that went away know."""
 
 LOST_MAX = 3
 """Replicas that may die with one request before it is taken for the cause and kept from replicas."""
@@ -135,24 +139,59 @@ class Flow:
             priority=job.priority,
             needs=wants(job),
             images=job.images,
+            hedge_after_s=self._spec.hedge_after_s if job.hedge else None,
         )
         walk = _Walk(job, route, buying, show)
         while True:
             place = await self.dispatcher.place(walk.route)
             if isinstance(place, Reject):
                 raise _gave_up(walk, place)
-            started_at_s = self._clock.now_s()
-            try:
-                made = await self._attempt(walk, place)
-            finally:
-                self.dispatcher.done(place)
-            if made is not None:
-                computed_s = made.compute_s or self._clock.now_s() - started_at_s
-                return Answer(made, backend_name(place), started_at_s - accepted_at_s, computed_s)
+            answer = await self._tried(walk, place)
+            if answer is not None:
+                return answer
 
-    async def _attempt(self, walk: _Walk, place: ToLocal | ToProvider) -> Made | None:
+    async def _tried(self, walk: _Walk, first: ToLocal | ToProvider) -> Answer | None:
+        """One try, or two beside each other where that is allowed and the first is slow: the first answer counts, and
+        the other try is cancelled. None = what was tried failed."""
+        at_s = hedge_at_s(walk.route, self._clock.now_s())
+        # A stream shows what one place makes; a job has time, and says to the store that one purchase is under way.
+        if at_s is None or walk.buying is not None or walk.show is not None:
+            try:
+                return await self._attempt_at(walk, first)
+            finally:
+                self.dispatcher.done(first)
+        trying = [self._begin(walk, first)]
+        try:
+            await asyncio.wait(trying, timeout=at_s - self._clock.now_s())
+            second = None if trying[0].done() else self.dispatcher.place_second(walk.route, first)
+            if second is not None:
+                trying.append(self._begin(walk, second, hedge=True))
+            for done in asyncio.as_completed(trying):
+                answer = await done
+                if answer is not None:
+                    return answer
+            return None
+        finally:
+            for task in trying:
+                task.cancel()
+            await asyncio.gather(*trying, return_exceptions=True)
+
+    def _begin(self, walk: _Walk, place: ToLocal | ToProvider, *, hedge: bool = False) -> asyncio.Task[Answer | None]:
+        task = asyncio.get_running_loop().create_task(self._attempt_at(walk, place, hedge=hedge))
+        # Not in the task: one that is cancelled before its first step never runs.
+        task.add_done_callback(lambda _: self.dispatcher.done(place))
+        return task
+
+    async def _attempt_at(self, walk: _Walk, place: ToLocal | ToProvider, *, hedge: bool = False) -> Answer | None:
+        started_at_s = self._clock.now_s()
+        made = await self._attempt(walk, place, hedge)
+        if made is None:
+            return None
+        computed_s = made.compute_s or self._clock.now_s() - started_at_s
+        return Answer(made, backend_name(place), started_at_s - walk.route.accepted_at_s, computed_s)
+
+    async def _attempt(self, walk: _Walk, place: ToLocal | ToProvider, hedge: bool) -> Made | None:
         """One try; None = it failed, and `walk` has learnt from it."""
-        number = walk.attempts + 1
         started_at_s = self._clock.now_s()
         price_usd, compute_s = 0.0, 0.0
         outcome, reason = AttemptOutcome.ERROR, None
@@ -183,11 +222,11 @@ class Flow:
             outcome, reason = AttemptOutcome.ERROR, str(error) or "not done before the deadline"
         finally:
             if outcome is not AttemptOutcome.BUSY:  # nothing was done: no attempt to speak of
-                walk.attempts, walk.last = number, reason or walk.last
+                walk.attempts, walk.last = walk.attempts + 1, reason or walk.last
                 self._ledger.attempt(
                     Attempt(
                         request=walk.job.request,
-                        attempt=number,
+                        attempt=walk.attempts,
                         backend=backend_name(place),
                         started_at_s=started_at_s,
                         ended_at_s=self._clock.now_s(),
@@ -195,6 +234,7 @@ class Flow:
                         reason=reason,
                         price_usd=price_usd,
                         compute_s=compute_s,
+                        hedge=hedge,
                     )
                 )
         return None
@@ -320,6 +360,9 @@ def _gave_up(walk: _Walk, reject: Reject) -> ApiError:
     if not walk.attempts:
         return ApiError(503, reject.reason, code="no_capacity", retry_after_s=reject.retry_after_s)
     tried = f"{reject.reason}; {walk.attempts} tried, last: {walk.last}"
+    if walk.lost == walk.attempts < LOST_MAX:
+        # Nothing is wrong with it: its replicas had to leave, and no other place took it in time.
+        return ApiError(503, tried, code=REPLICAS_LEFT, retry_after_s=reject.retry_after_s)
     if walk.route.bought:
         # To ask again is to buy again: a person may choose that, a client library's retry may not.
         return ApiError(504, tried, code="answer_lost", retry=False)

@@ -51,6 +51,7 @@ CREATE TABLE IF NOT EXISTS attempts (
     reason TEXT,
     price_usd REAL NOT NULL,
     compute_s REAL NOT NULL,
+    hedge INTEGER NOT NULL DEFAULT 0,
     PRIMARY KEY (request_id, attempt)
 );
 """
@@ -96,6 +97,8 @@ class Attempt:
     """What it cost, or may have cost where the answer was lost."""
     compute_s: float = 0.0
     """GPU-seconds here."""
+    hedge: bool = False
+    """A second place was asked, with the caller's leave, while the first was at it."""
 
 
 class EndedTwiceError(RuntimeError):
@@ -148,7 +151,7 @@ class Ledger:
         self._spent_usd[attempt.backend] = self._spent_usd.get(attempt.backend, 0.0) + attempt.price_usd
         self._write(
             attempt.request,
-            "INSERT INTO attempts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT INTO attempts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
                 attempt.request,
                 attempt.attempt,
@@ -159,6 +162,7 @@ class Ledger:
                 attempt.reason,
                 attempt.price_usd,
                 attempt.compute_s,
+                attempt.hedge,
             ),
         )
 
@@ -208,6 +212,8 @@ class Ledger:
         db = sqlite3.connect(self._path(number), timeout=self._lock_timeout_s)
         db.execute("PRAGMA journal_mode=WAL")
         db.executescript(_SCHEMA)
+        if not has_hedge(db):  # written by an older version
+            db.execute("ALTER TABLE attempts ADD COLUMN hedge INTEGER NOT NULL DEFAULT 0")
         return db
 
     def _flush_until_closed(self) -> None:
@@ -247,6 +253,10 @@ class Ledger:
             self.write_failures += 1
             with self._lock:
                 self._rows = rows + self._rows
+
+
+def has_hedge(db: sqlite3.Connection) -> bool:
+    return "hedge" in [column[1] for column in db.execute("PRAGMA table_info(attempts)")]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tidegate.serve.ledger import CANARY
+from tidegate.serve.ledger import CANARY, has_hedge
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +42,8 @@ class Audited:
     """At providers, and not refused: made, or perhaps made."""
     paid_to: str
     price_usd: float
+    hedges: int = 0
+    """Attempts beside the first one that its caller has allowed."""
 
 
 def read_rows(folder: Path) -> Iterator[RequestRow]:
@@ -104,16 +106,17 @@ WITH sums AS (
     SELECT request_id, count(*) AS attempts, min(started_at_s) AS began_s, sum(price_usd) AS price_usd,
         sum(outcome = 'answered') AS answered,
         sum(backend LIKE 'provider/%' AND outcome NOT IN ('refused', 'busy')) AS paid,
+        sum({{hedge}} AND outcome != 'refused') AS hedges,
         group_concat(
             CASE WHEN backend LIKE 'provider/%' AND outcome NOT IN ('refused', 'busy') THEN backend END
         ) AS paid_to
     FROM attempts WHERE request_id NOT LIKE '{CANARY}%' GROUP BY request_id
 )
 SELECT request_id, accepted_at_s, outcome, reason, images, coalesce(attempts, 0), coalesce(answered, 0),
-    coalesce(paid, 0), coalesce(paid_to, ''), coalesce(price_usd, 0.0)
+    coalesce(paid, 0), coalesce(paid_to, ''), coalesce(price_usd, 0.0), coalesce(hedges, 0)
 FROM requests LEFT JOIN sums USING (request_id) WHERE accepted_at_s >= :since_s
 UNION ALL
-SELECT request_id, NULL, NULL, NULL, 0, attempts, answered, paid, coalesce(paid_to, ''), price_usd
+SELECT request_id, NULL, NULL, NULL, 0, attempts, answered, paid, coalesce(paid_to, ''), price_usd, hedges
 FROM sums WHERE began_s >= :since_s AND request_id NOT IN (SELECT request_id FROM requests)
 """
 
@@ -123,7 +126,8 @@ def read_audited(folder: Path, since_s: float = 0.0) -> Iterator[Audited]:
     client's requests."""
     for path in sorted(folder.glob("*.sqlite")):
         with _reading(path) as db:
-            for row in db.execute(_AUDIT, {"since_s": since_s}):
+            query = _AUDIT.format(hedge="hedge" if has_hedge(db) else "0")
+            for row in db.execute(query, {"since_s": since_s}):
                 yield Audited(
                     gateway=_gateway_of(path),
                     request_id=row[0],
@@ -136,6 +140,7 @@ def read_audited(folder: Path, since_s: float = 0.0) -> Iterator[Audited]:
                     paid_attempts=row[7],
                     paid_to=row[8],
                     price_usd=row[9],
+                    hedges=row[10],
                 )
 
 

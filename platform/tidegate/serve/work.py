@@ -37,6 +37,8 @@ class ImageJob:
     guidance: float | None = None
     """Krea 2's scale: 0 = none, g is 1 + g in the usual one; None = the model's own."""
     negative_prompt: str = ""
+    hedge: bool = False
+    """It may be made, and bought, twice, where that is sooner."""
     priority: int = 0
     """Lower ones are placed first; among equals the one that came first."""
     partial_images: int = 0

@@ -60,6 +60,9 @@ class ServingSpec(Model):
     """Replicas that no claim takes."""
     patience_s: Seconds = 10.0
     """How long a request may wait for a local replica before it is spilled."""
+    hedge_after_s: Seconds | None = None
+    """A request that may be made twice (`tenants[].hedge`) is asked for at a second place, too, when the first has had
+    it for so long. None: none ever is."""
     request_deadline_s: Seconds = 60.0
     """From accepting a request to its answer; shared by all attempts."""
     drain_deadline_s: Seconds = 10.0
