@@ -16,6 +16,7 @@ from tidegate.spec.base import Celsius, Port, Seconds, SecondsOrZero
 from tidegate.spec.base import Model as Model  # other rooms' settings are made of it too
 from tidegate.spec.jobs import JobsSpec
 from tidegate.spec.providers import CanarySpec, ProviderSpec
+from tidegate.spec.redis import RedisSpec as RedisSpec
 from tidegate.spec.tenants import TenantSpec
 
 
@@ -262,17 +263,6 @@ RAY_WORKER_PORTS = range(10_002, 20_000)
 """Ray's workers listen here; `ray start` refuses a port of its own among them."""
 
 
-class RedisSpec(Model):
-    """Where the head keeps what must outlive it. Without it a lost head is a lost cluster."""
-
-    address: Annotated[str, Field(pattern=r"^[^\s:/]+:\d{1,5}$")]
-    """`host:port` of a Redis that does not stand or fall with the head's machine."""
-    namespace: Annotated[str, Field(min_length=1)] = "tidegate"
-    """Keeps clusters apart that share one Redis. A new cluster under an old name finds the old one's actors."""
-    password_env: str | None = None
-    """Name of the environment variable that holds the password; it never stands in this file."""
-
-
 class ClusterSpec(Model):
     """How `tidegate up --head` and `--join` start Ray. On a cluster that was started otherwise it has no effect."""
 
@@ -340,8 +330,17 @@ class Policy(Model):
     cluster: ClusterSpec = ClusterSpec()
     providers: tuple[ProviderSpec, ...] = ()
     jobs: JobsSpec = JobsSpec()
+    gateway_redis: RedisSpec | None = None
+    """Where gateways keep jobs, so that those of many machines share them; none = in a file of one machine. Needs
+    `pip install 'tidegate[redis]'`."""
     tenants: tuple[TenantSpec, ...] = ()
     """Who may ask for pictures; none = everybody, without a key."""
+
+    @model_validator(mode="after")
+    def _jobs_lie_in_one_place(self) -> Policy:
+        if self.gateway_redis is not None and self.jobs.store_file is not None:
+            raise ValueError("jobs.store_file and gateway_redis both say where jobs lie; leave out either")
+        return self
 
     @model_validator(mode="after")
     def _names_differ(self) -> Policy:
