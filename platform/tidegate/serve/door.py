@@ -59,13 +59,14 @@ class Door:
         request_id = RequestId(uuid.uuid4().hex)
         accepted_at_s = self.clock.now_s()
         try:
-            with self.desk.booked(request_id, accepted_at_s) as entry, caller.enter(accepted_at_s):
-                body = parse_body(raw, ImagesBody)
-                waiting = self.desk.flow.dispatcher.waiting
-                admitted = self.desk.admitted(body, request_id, caller, waiting, random.randrange(2**31))
-                show = None if relay is None else partial(self._shown, relay, request_id, admitted)
-                answer = entry.answer = await self.desk.flow.answer(admitted.job, accepted_at_s, show=show)
-                response = await self._handed_over(answer, admitted)
+            with self.desk.booked(request_id, accepted_at_s) as entry:
+                async with self.callers.enter(caller, request_id, accepted_at_s):
+                    body = parse_body(raw, ImagesBody)
+                    waiting = self.desk.flow.dispatcher.waiting
+                    admitted = self.desk.admitted(body, request_id, caller, waiting, random.randrange(2**31))
+                    show = None if relay is None else partial(self._shown, relay, request_id, admitted)
+                    answer = entry.answer = await self.desk.flow.answer(admitted.job, accepted_at_s, show=show)
+                    response = await self._handed_over(answer, admitted)
         except ApiError as error:
             response = refusal(error)
         # Not `x-request-id`: Serve sets that itself, to whatever the client sent, which may repeat.

@@ -16,7 +16,7 @@ from tidegate.ids import GatewayId, ProviderName
 from tidegate.serve.admission import Limits
 from tidegate.serve.arbiter_link import ArbiterLink, canary_job
 from tidegate.serve.backends import Backends
-from tidegate.serve.callers import Callers
+from tidegate.serve.callers import open_callers
 from tidegate.serve.canaries import Canaries
 from tidegate.serve.desk import Desk
 from tidegate.serve.door import Door
@@ -38,7 +38,7 @@ class Gateway:
     def __init__(self, policy: Policy, limits: Limits, plan: PoolPlan) -> None:
         gateway = GatewayId(serve.get_replica_context().replica_id.unique_id)
         clock, tally = SystemClock(), Tally()
-        callers = Callers(policy.tenants, os.environ)
+        callers = self._callers = open_callers(policy, os.environ)
         self._ledger = Ledger(policy.arbiter.state_path / "ledger", gateway)
         backends = Backends(policy.providers, pools_seen)
         self._providers = {ProviderName(spec.name): connect(spec) for spec in policy.providers}
@@ -71,6 +71,7 @@ class Gateway:
         self._talking.cancel()
         self._watching.cancel()
         await self._jobs.aclose()
+        await self._callers.aclose()
         for provider in self._providers.values():
             await provider.aclose()
         self._ledger.close()

@@ -77,7 +77,11 @@ class Jobs:
         if self._looking is not None:
             await _ended(self._looking)  # before its tasks, so that it starts no more
         await _ended(*self._at_work.values(), *self._delivering)
-        await self._in_store(partial(self._store.recover, self._clock.now_s(), _error(_LOST), mine=True))
+        try:
+            await self._in_store(partial(self._store.recover, self._clock.now_s(), _error(_LOST), mine=True))
+        except Exception:
+            # A store that is away must not keep the rest from ending; their leases end by themselves.
+            _LOG.exception("jobs: those in hand could not be given back at once")
         await self._in_store(self._store.close)
         self._thread.shutdown()
         await self._client.aclose()
@@ -108,7 +112,7 @@ class Jobs:
         _check_webhook(body.webhook_url, caller)
         if key is not None and not 0 < len(key) <= KEY_CHARS_MAX:
             raise ApiError(400, f"'Idempotency-Key' must have 1 to {KEY_CHARS_MAX} characters", code="invalid_header")
-        caller.count(now_s)
+        await self._callers.count(caller, now_s)
         store = partial(self._store.submit, job, self._spec.waiting_max, key, hashlib.sha256(raw).digest())
         try:
             stored = await self._in_store(store)

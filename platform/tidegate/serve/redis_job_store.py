@@ -11,6 +11,8 @@ from dataclasses import fields
 from typing import Any, TypeAlias, TypeVar
 
 import redis
+from redis.backoff import ExponentialBackoff
+from redis.retry import Retry
 
 from tidegate.errors import PolicyError
 from tidegate.serve.job_store import KeyReusedError
@@ -316,7 +318,11 @@ def connect_redis(spec: RedisSpec, environ: Mapping[str, str]) -> Redis:
     """
     host, _, port = spec.address.partition(":")
     password = password_of(spec, environ)
-    return redis.Redis(host=host, port=int(port), password=password, socket_timeout=10.0, decode_responses=True)
+    # The library's own would hold the one thread of all jobs for up to half a minute.
+    retry = Retry(ExponentialBackoff(cap=0.5, base=0.05), 3)
+    return redis.Redis(
+        host=host, port=int(port), password=password, socket_timeout=5.0, decode_responses=True, retry=retry
+    )
 
 
 def password_of(spec: RedisSpec, environ: Mapping[str, str]) -> str | None:

@@ -331,8 +331,8 @@ class Policy(Model):
     providers: tuple[ProviderSpec, ...] = ()
     jobs: JobsSpec = JobsSpec()
     gateway_redis: RedisSpec | None = None
-    """Where gateways keep jobs, so that those of many machines share them; none = in a file of one machine. Needs
-    `pip install 'tidegate[redis]'`."""
+    """Where gateways keep jobs and tenants' counts, so that those of many machines share them; none = jobs in a file of
+    one machine, and each gateway counts for itself. Needs `pip install 'tidegate[redis]'`."""
     tenants: tuple[TenantSpec, ...] = ()
     """Who may ask for pictures; none = everybody, without a key."""
 

@@ -15,7 +15,7 @@ HedgeWord = Literal["never", "asked", "always"]
 
 
 class TenantSpec(Model):
-    """One caller. All limits are each gateway's own."""
+    """One caller. All limits are each gateway's own, or with `gateway_redis` those of all gateways together."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
     """In lower case; stands in the job store, never in a metric."""

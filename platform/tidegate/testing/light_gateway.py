@@ -25,7 +25,7 @@ from tidegate.clock import SystemClock
 from tidegate.ids import GatewayId, PoolName, ProviderName
 from tidegate.serve.admission import Limits, parse_size
 from tidegate.serve.backends import Backends
-from tidegate.serve.callers import Callers
+from tidegate.serve.callers import open_callers
 from tidegate.serve.desk import Desk
 from tidegate.serve.door import Door
 from tidegate.serve.flow import Flow, Showing
@@ -97,7 +97,7 @@ class NoCounts:
 def build_app(policy: Policy, limits: Limits, pools: LightPools, name: str) -> FastAPI:
     """The gateway's routes; what they hold is closed when the app's lifespan ends."""
     clock = SystemClock()
-    callers = Callers(policy.tenants, os.environ)
+    callers = open_callers(policy, os.environ)
     ledger = Ledger(policy.arbiter.state_path / "ledger", GatewayId(name))
     backends = Backends(policy.providers, pools.seen)
     providers = {ProviderName(spec.name): connect(spec) for spec in policy.providers}
@@ -111,6 +111,7 @@ def build_app(policy: Policy, limits: Limits, pools: LightPools, name: str) -> F
         jobs.start()
         yield
         await jobs.aclose()
+        await callers.aclose()
         for provider in providers.values():
             await provider.aclose()
         ledger.close()
