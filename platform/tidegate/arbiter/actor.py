@@ -72,10 +72,10 @@ class Arbiter:
 
     async def report_health(self, report: HealthReport) -> dict[GpuId, ClaimId]:
         before = self._loop.health.get(report.node)
-        self._loop.health[report.node] = report
+        answer = self._loop.report_health(report)
         if before is None or [v.rule for v in before.verdicts] != [v.rule for v in report.verdicts]:
             self._wake.set()
-        return self._loop.gangs_at(report)
+        return answer
 
     async def report_gang(self, report: GangReport) -> GangOrders:
         orders = self._loop.report_gang(report)

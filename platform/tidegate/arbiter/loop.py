@@ -40,6 +40,9 @@ from tidegate.telemetry.goodput import Span, SpanBook
 GANG_SILENT_S = 5.0
 """A gang that has not reported for this long is not known to compute."""
 
+STALLED_AFTER_S = 3.0
+"""After so long between two of its own ticks the arbiter does not know whether others were silent or it was deaf."""
+
 log = logging.getLogger(__name__)
 
 
@@ -82,6 +85,9 @@ class ArbiterLoop:
     gang_of: dict[GpuId, ClaimId] = field(init=False, default_factory=dict)
     """Whose rank stands on a GPU, by the gangs' newest reports."""
     replicas: dict[str, ReplicaReport] = field(init=False, default_factory=dict)
+    heard_s: dict[NodeId, float] = field(init=False, default_factory=dict)
+    """When each node's health agent reported last, by the arbiter's own clock (C190)."""
+    _ticked_s: float | None = field(init=False, default=None)
     _overflow_since_s: float | None = field(init=False, default=None)
     _looked: bool = field(init=False, default=False)
     _began_s: float = field(init=False)
@@ -97,8 +103,11 @@ class ArbiterLoop:
         with self._lock:
             self.seen, self._looked = seen, True
             self._watch_overflow()
-            view = self.view()
             now_s = self.clock.now_s()
+            if self._ticked_s is not None and not 0 <= now_s - self._ticked_s <= STALLED_AFTER_S:
+                self.heard_s = dict.fromkeys(self.heard_s, now_s)
+            self._ticked_s = now_s
+            view = self.view()
             self.decision = decide(self.book, view, self.policy, now_s)
             self._commit(self.decision.moves, self.decision.reason, now_s)
             self.spans.observe(owners(self.book, view), now_s)
@@ -118,6 +127,7 @@ class ArbiterLoop:
             gangs=dict(self.gangs),
             gangs_gone=self.seen.gangs_gone,
             replicas=dict(self.replicas),
+            silent_since_s=self._silent_since_s(),
             up_for_s=self.clock.now_s() - self._began_s,
             overflow_for_s=0.0 if since_s is None else self.clock.now_s() - since_s,
         )
@@ -157,6 +167,18 @@ class ArbiterLoop:
         if before is None or report.at_s >= before.at_s:  # a late one would take back what was spent since
             self.gateways[report.gateway] = report
             self._watch_overflow()
+
+    def report_health(self, report: HealthReport) -> dict[GpuId, ClaimId]:
+        self.health[report.node] = report
+        self.heard_s[report.node] = self.clock.now_s()
+        return self.gangs_at(report)
+
+    def _silent_since_s(self) -> dict[NodeId, float]:
+        """Empty where nobody at all is heard: then it is the arbiter that does not hear."""
+        now_s, limit_s = self.clock.now_s(), self.policy.health.agent_silent_after_s
+        here = {node: at_s for node, at_s in self.heard_s.copy().items() if node in self.seen.nodes}
+        silent = {node: at_s for node, at_s in here.items() if now_s - at_s > limit_s}
+        return silent if len(silent) < len(here) else {}
 
     def report_gang(self, report: GangReport) -> GangOrders:
         before = self.gangs.get(report.claim)
