@@ -15,7 +15,6 @@ from tidegate.arbiter.view import DOMAIN_LABEL, View, gpus_of, standing_on
 from tidegate.ids import GpuId, NodeId, Tier
 from tidegate.spec.policy import FleetBrakeSpec
 
-
 SILENT_RULE = "agent_silent"
 """The one verdict that no agent can give."""
 
