@@ -162,7 +162,9 @@ class _Gauges:
         self._spillway = Gauge("tidegate_spillway_open", "1 while overflow goes out at once")
         self._claims = Gauge("tidegate_claims", "Open claims by state", tag_keys=("state",))
         self._spent = Gauge("tidegate_spill_spent_usd", "Paid to providers in this hour or day", tag_keys=("period",))
-        self._evictions = Counter("health_evictions", "GPUs and nodes taken out of gangs, by rule", tag_keys=("rule",))
+        self._evictions = Counter(
+            "health_evictions_total", "GPUs and nodes taken out of gangs, by rule", tag_keys=("rule",)
+        )
         self._held_back = Gauge("tidegate_findings_held_back", "Verdicts that the fleet brake keeps back")
 
     def show(self, loop: ArbiterLoop) -> None:
