@@ -21,11 +21,14 @@ from tidegate.arbiter.messages import (
     GatewayReport,
     HealthReport,
     JournalEntry,
+    Middle,
     ReplicaReport,
+    Seat,
     Verdict,
     Weights,
     When,
 )
+from tidegate.arbiter.middles import middles_of, place_of
 from tidegate.arbiter.moves import OPERATOR_RULE, File, Impose, Move, Pardon, Publish, Release, Unbrake
 from tidegate.arbiter.owners import owners
 from tidegate.arbiter.preflight import check_fits
@@ -40,6 +43,10 @@ from tidegate.telemetry.goodput import Span, SpanBook
 
 GANG_SILENT_S = 5.0
 """A gang that has not reported for this long is not known to compute."""
+
+MIDDLES_EVERY_S = 1.0
+STALLED_AFTER_S = 3.0
+"""After so long between two of its own ticks the arbiter does not know whether others were silent or it was deaf."""
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +76,16 @@ class Fleet(Protocol):
         """Carry out one move. Idempotent: a move may come twice after a restart. Raises whatever went wrong."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What all GPUs of one gang do, worked out for all of its nodes at once."""
+
+    at_s: float
+    gpus: tuple[GpuId, ...]
+    places: Mapping[GpuId, int]
+    middles: Mapping[str, Middle]
+
+
 @dataclass(slots=True)
 class ArbiterLoop:
     """Reports come in from any thread; `tick` runs in one."""
@@ -87,6 +104,10 @@ class ArbiterLoop:
     gang_of: dict[GpuId, ClaimId] = field(init=False, default_factory=dict)
     """Whose rank stands on a GPU, by the gangs' newest reports."""
     replicas: dict[str, ReplicaReport] = field(init=False, default_factory=dict)
+    heard_s: dict[NodeId, float] = field(init=False, default_factory=dict)
+    """When each node's health agent reported last, by the arbiter's own clock (C190)."""
+    _known: dict[ClaimId, _Known] = field(init=False, default_factory=dict)
+    _ticked_s: float | None = field(init=False, default=None)
     _overflow_since_s: float | None = field(init=False, default=None)
     _watch: LoadWatch = field(init=False)
     _watched_since_s: float | None = field(init=False, default=None)
@@ -107,8 +128,11 @@ class ArbiterLoop:
             self.seen, self._looked = seen, True
             self._watch_overflow()
             self._watch_load()
-            view = self.view()
             now_s = self.clock.now_s()
+            if self._ticked_s is not None and not 0 <= now_s - self._ticked_s <= STALLED_AFTER_S:
+                self.heard_s = dict.fromkeys(self.heard_s, now_s)
+            self._ticked_s = now_s
+            view = self.view()
             self.decision = decide(self.book, view, self.policy, now_s)
             self._commit(self.decision.moves, self.decision.reason, now_s)
             self.spans.observe(owners(self.book, view), now_s)
@@ -131,6 +155,7 @@ class ArbiterLoop:
             gangs_gone=self.seen.gangs_gone,
             replicas=dict(self.replicas),
             load=self._load(),
+            silent_since_s=self._silent_since_s(),
             up_for_s=self.clock.now_s() - self._began_s,
             overflow_for_s=0.0 if since_s is None else self.clock.now_s() - since_s,
         )
@@ -171,6 +196,18 @@ class ArbiterLoop:
             self.gateways[report.gateway] = report
             self._watch_overflow()
 
+    def report_health(self, report: HealthReport) -> dict[GpuId, Seat]:
+        self.health[report.node] = report
+        self.heard_s[report.node] = self.clock.now_s()
+        return self.seats_at(report)
+
+    def _silent_since_s(self) -> dict[NodeId, float]:
+        """Empty where nobody at all is heard: then it is the arbiter that does not hear."""
+        now_s, limit_s = self.clock.now_s(), self.policy.health.agent_silent_after_s
+        here = {node: at_s for node, at_s in self.heard_s.copy().items() if node in self.seen.nodes}
+        silent = {node: at_s for node, at_s in here.items() if now_s - at_s > limit_s}
+        return silent if len(silent) < len(here) else {}
+
     def report_gang(self, report: GangReport) -> GangOrders:
         before = self.gangs.get(report.claim)
         self.gangs[report.claim] = report
@@ -191,8 +228,9 @@ class ArbiterLoop:
             )
         return _orders(report.claim, self.book.claims.get(report.claim))
 
-    def gangs_at(self, report: HealthReport) -> dict[GpuId, ClaimId]:
-        """The node's GPUs on which gangs compute now, and which: those of one gang should do equally well."""
+    def seats_at(self, report: HealthReport) -> dict[GpuId, Seat]:
+        """The node's GPUs on which gangs compute now, and how those do as a whole: GPUs of one gang should do equally
+        well."""
         at_work = {}
         for gpu in report.gpus:
             claim = self.gang_of.get(gpu.uuid)
@@ -200,8 +238,23 @@ class ArbiterLoop:
             if claim is None or gang is None or gang.phase is not GangPhase.RUNNING:
                 continue
             if self.clock.now_s() - gang.at_s <= GANG_SILENT_S:
-                at_work[gpu.uuid] = claim
+                at_work[gpu.uuid] = self._seat(gang, gpu.uuid)
         return at_work
+
+    def _seat(self, gang: GangReport, gpu: GpuId) -> Seat:
+        known = self._known.get(gang.claim)
+        now_s = self.clock.now_s()
+        if known is None or known.gpus != gang.gpus or not 0 <= now_s - known.at_s < MIDDLES_EVERY_S:
+            fresh = [self.health[node] for node, at_s in self.heard_s.items() if now_s - at_s <= GANG_SILENT_S]
+            known = _Known(now_s, gang.gpus, place_of(gang), middles_of(gang, fresh))
+            self._known[gang.claim] = known
+        rank = known.places[gpu]
+        return Seat(
+            claim=gang.claim,
+            pid=gang.pids[rank] if rank < len(gang.pids) else None,
+            compute_s=gang.compute_s[rank] if rank < len(gang.compute_s) else None,
+            middles=known.middles,
+        )
 
     def forecast(self, spec: ClaimSpec) -> Forecast:
         """What would become of this claim; raises as `file` does."""

@@ -74,6 +74,8 @@ class View:
     """Pools of nodes that are gone."""
     leaked: Mapping[str, ClaimId] = field(default_factory=dict)
     """Placement groups of ours that are no claim's present one, and whose they were."""
+    silent_since_s: Mapping[NodeId, float] = field(default_factory=dict)
+    """Nodes whose health agents have been silent for longer than the policy allows: when they were last heard."""
     up_for_s: float = math.inf
     """Since when this arbiter hears reports: one that has just come back has not heard all."""
     load: Load | None = None

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import signal
 import time
 from collections import deque
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Protocol
+from typing import Any, Protocol
 
-from tidegate.arbiter.messages import GpuSeen, HealthReport, Verdict
+from tidegate.arbiter.messages import GpuSeen, HealthReport, Seat, Verdict
 from tidegate.clock import Clock
 from tidegate.errors import NoArbiterError
 from tidegate.health.drills import Drill, DrillError, readings_of
 from tidegate.health.events import EventFilter, named
 from tidegate.health.feeds import Feed, FeedRunner, all_answered
+from tidegate.health.findings import Finding
+from tidegate.health.gangs import compared, step_times, straggler_score, whole_gangs
 from tidegate.health.history import History
-from tidegate.health.judge import Finding, judge
+from tidegate.health.judge import Judgement, judge
 from tidegate.health.latest import Latest
 from tidegate.health.readings import EVENTS, ListedGpu, Reading, Signal
-from tidegate.ids import ClaimId, GpuId, NodeId
+from tidegate.ids import GpuId, NodeId
 from tidegate.spec.policy import HealthSpec
 
 logger = logging.getLogger(__name__)
@@ -36,8 +40,8 @@ _FORGET_S = 900.0
 class Reporter(Protocol):
     """Who is told; `ArbiterClient` is one."""
 
-    def report_health(self, report: HealthReport) -> Awaitable[Mapping[GpuId, ClaimId]]:
-        """The answer says which gang computes on which GPU of the node."""
+    def report_health(self, report: HealthReport) -> Awaitable[Mapping[GpuId, Seat]]:
+        """The answer says whose ranks compute on the node's GPUs, and how their gangs do."""
 
 
 class Memory(Protocol):
@@ -99,7 +103,7 @@ class HealthAgent:
         self._silent: frozenset[str] = frozenset()
         self._sending: asyncio.Task[None] | None = None
         self._arbiter_away: str | None = None
-        self._gangs: Mapping[GpuId, ClaimId] = {}
+        self._seats: Mapping[GpuId, Seat] = {}
         self._said: dict[tuple[str, str], str] = {}
         self._findings: deque[Finding] = deque(maxlen=_FINDINGS)
         self._verdicts: tuple[Verdict, ...] = ()
@@ -150,12 +154,35 @@ class HealthAgent:
         hot_celsius = self._spec.temperature.limit_celsius + 1
         readings = readings_of(drill, self._node, subject or there[0], hot_celsius, now_s)
         before = {verdict.rule for verdict in self._verdicts}
-        judgement = judge(readings, self._history, self._spec, now_s, self._gangs)
+        judgement = self._judge(readings, now_s)
         if not dry_run:
             logger.warning("health: %s of %s is a drill", drill, subject or there[0])
             self._history = judgement.history
             self._memory.save(self._history)
         return tuple(verdict for verdict in judgement.verdicts if verdict.rule not in before)
+
+    def hang(self, gpu: str | None = None, *, dry_run: bool) -> str:
+        """Stop the process of a rank on this node, so that its gang hangs for real; what follows, as a sentence.
+
+        Raises:
+            DrillError: no rank computes on that GPU, or on this node.
+        """
+        there = {seat_gpu: seat for seat_gpu, seat in self._seats.items() if seat.pid is not None}
+        if not there or (gpu is not None and gpu not in there):
+            named = ", ".join(sorted(there)) or "none is there"
+            raise DrillError(f"hang needs a GPU with a rank, one of: {named}\nhint: name it by --subject")
+        on = GpuId(gpu) if gpu is not None else sorted(there)[0]
+        seat = there[on]
+        assert seat.pid is not None
+        if not dry_run:
+            logger.warning("health: process %d on %s is stopped: a drill", seat.pid, on)
+            os.kill(seat.pid, signal.SIGSTOP)
+        would = "would be" if dry_run else "is"
+        return (
+            f"{on}: the rank of run {seat.claim} (process {seat.pid}) {would} stopped; its gang is found hung after "
+            "max(gang.hang_floor_s, gang.hang_steps × its median step), tells where all ranks stand "
+            f"(`tidegate why {seat.claim}`), and starts anew from its newest copy"
+        )
 
     def seen(self) -> Seen:
         """What is known now, with the age that each reading has."""
@@ -204,7 +231,7 @@ class HealthAgent:
 
     def _judged(self, readings: Sequence[Reading]) -> HealthReport:
         now_s = self._clock.now_s()
-        judgement = judge(readings, self._history, self._spec, now_s, self._gangs)
+        judgement = self._judge([*readings, *step_times(self._seats, self._node, now_s)], now_s)
         self._history = judgement.history
         # Counts of rows that are on their way are not worth a write: losing them costs a sample, not a verdict.
         if judgement.worth_saving:
@@ -218,7 +245,15 @@ class HealthAgent:
             gpus=self._inventory(now_s),
             verdicts=judgement.verdicts,
             source_error=self._inventory_error(),
+            compared=compared(self._seats, lambda gpu, signal: self._newest(gpu, signal, now_s), self._spec),
         )
+
+    def _judge(self, readings: Iterable[Reading], now_s: float) -> Judgement:
+        gangs = {gpu: seat.claim for gpu, seat in self._seats.items()}
+        return judge(readings, self._history, self._spec, now_s, gangs, whole_gangs(self._seats))
+
+    def _newest(self, gpu: str, signal: Signal, now_s: float) -> Reading | None:
+        return self._latest.reading(gpu, signal, now_s, self._silent)
 
     def _inventory_error(self) -> str | None:
         """Why the list of GPUs is empty or old."""
@@ -242,6 +277,14 @@ class HealthAgent:
             return self._latest.value(gpu.uuid, signal, now_s, self._silent)
 
         heat = self._spec.temperature
+
+        def seat(gpu: ListedGpu) -> dict[str, Any]:
+            found = self._seats.get(GpuId(gpu.uuid))
+            if found is None:
+                return {}
+            score = straggler_score(found)
+            return {"run": found.claim, "step_compute_s": found.compute_s, "straggler_score": score}
+
         return tuple(
             GpuSeen(
                 uuid=GpuId(gpu.uuid),
@@ -250,6 +293,7 @@ class HealthAgent:
                 tensor_active_ratio=value(gpu, Signal.GPU_TENSOR_ACTIVE),
                 memory_used_bytes=_whole(value(gpu, Signal.GPU_MEMORY_USED)),
                 processes=_whole(value(gpu, Signal.GPU_PROCESSES)),
+                **seat(gpu),
             )
             for gpu in self._gpus
         )
@@ -268,10 +312,10 @@ class HealthAgent:
 
     async def _send(self, report: HealthReport) -> None:
         try:
-            self._gangs = await self._reporter.report_health(report)
+            self._seats = await self._reporter.report_health(report)
         except NoArbiterError as error:
             # Whoever worked together then may not now: nobody is compared.
-            self._gangs = {}
+            self._seats = {}
             # It comes back by itself; verdicts are repeated in each report, so nothing is lost.
             if self._arbiter_away is None:
                 logger.warning("health: %s", error)

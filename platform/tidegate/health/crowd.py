@@ -15,9 +15,15 @@ from tidegate.ids import ClaimId, GpuId
 class Crowd:
     """Who is there is told one by one; then each may be compared with the others. Medians are worked out once."""
 
-    def __init__(self, gangs: Mapping[GpuId, ClaimId], other: Callable[[Signal, str], float | None]) -> None:
-        """`other`: the newest fresh value of another signal of a subject."""
-        self._gangs, self._other = gangs, other
+    def __init__(
+        self,
+        gangs: Mapping[GpuId, ClaimId],
+        other: Callable[[Signal, str], float | None],
+        whole: Mapping[tuple[ClaimId, Signal], Peers],
+    ) -> None:
+        """`other`: the newest fresh value of another signal of a subject; `whole`: what is known of whole gangs, with
+        their GPUs that are not among these readings."""
+        self._gangs, self._other, self._whole = gangs, other, whole
         self._readings: dict[Signal, list[Reading]] = {}
         self._peers: dict[tuple[str, str], Peers | None] = {}
         self._calm: dict[tuple[Signal, str], tuple[float, float]] = {}
@@ -30,6 +36,8 @@ class Crowd:
         group = self._group(rule, reading)
         if group is None:
             return None
+        if rule.gang and (whole := self._whole.get((ClaimId(group), rule.signal))) is not None:
+            return whole
         key = (rule.name, group)
         if key not in self._peers:
             members: dict[str, list[float]] = {}

@@ -10,7 +10,7 @@ from itertools import chain
 from tidegate.arbiter.messages import Action, Verdict, When
 from tidegate.health.counting import counted, risen
 from tidegate.health.crowd import Crowd
-from tidegate.health.evidence import Around, Seen
+from tidegate.health.evidence import Around, Peers, Seen
 from tidegate.health.findings import Finding, changes, unreadable
 from tidegate.health.history import REPEAT_OFFENDER, Count, History, Key, Level, Subject, Trace
 from tidegate.health.listening import Listening, plan_of
@@ -49,15 +49,17 @@ def judge(
     spec: HealthSpec,
     now_s: float,
     gangs: Mapping[GpuId, ClaimId] | None = None,
+    whole: Mapping[tuple[ClaimId, Signal], Peers] | None = None,
 ) -> Judgement:
     """What the readings mean, given what is remembered.
 
     A reading that is missing, refused, implausible or too old to speak of now changes nothing: it raises no verdict and
     lifts none. Readings further apart than `gap_s` are not "in a row", for the bad and for the good.
 
-    `gangs` says which gang a GPU works in; only GPUs of one gang are compared with each other.
+    `gangs` says which gang a GPU works in; only GPUs of one gang are compared with each other. `whole` says what a
+    gang's GPUs do on all of its nodes; of signals that it does not name, these readings are all that is compared.
     """
-    look = _Look(spec, history, now_s, gangs or {})
+    look = _Look(spec, history, now_s, gangs or {}, whole or {})
     look.take(readings)
     return look.judgement(history)
 
@@ -65,7 +67,14 @@ def judge(
 class _Look:
     """One call of `judge`: the working copy of the history, and what the readings of this look say together."""
 
-    def __init__(self, spec: HealthSpec, history: History, now_s: float, gangs: Mapping[GpuId, ClaimId]) -> None:
+    def __init__(
+        self,
+        spec: HealthSpec,
+        history: History,
+        now_s: float,
+        gangs: Mapping[GpuId, ClaimId],
+        whole: Mapping[tuple[ClaimId, Signal], Peers],
+    ) -> None:
         self._spec, self._now_s = spec, now_s
         plan = plan_of(spec, bool(gangs))
         self._heard = plan.heard
@@ -75,7 +84,7 @@ class _Look:
         self._ports = set(history.ports)
         self._evicted_at_s = dict(history.evicted_at_s)
         self._marked = {trace.subject for trace in self._traces.values()}
-        self._crowd = Crowd(gangs, self._other)
+        self._crowd = Crowd(gangs, self._other, whole)
         self._findings: list[Finding] = []
         self._worth_saving = False
 

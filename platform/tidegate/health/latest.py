@@ -53,10 +53,15 @@ class Latest:
 
     def value(self, subject: str, signal: Signal, now_s: float, silent: frozenset[str]) -> float | None:
         """The value if it is fresh and its feed is not one of the `silent`."""
+        reading = self.reading(subject, signal, now_s, silent)
+        return reading.value if reading is not None else None
+
+    def reading(self, subject: str, signal: Signal, now_s: float, silent: frozenset[str]) -> Reading | None:
+        """As `value`, with all that is known of it."""
         kept = self._kept.get((subject, signal))
         if kept is None or kept.feed in silent or now_s - kept.came_s > kept.fresh_s:
             return None
-        return kept.reading.value
+        return kept.reading
 
     def fresh(self, now_s: float, silent: frozenset[str]) -> Iterator[Reading]:
         return (

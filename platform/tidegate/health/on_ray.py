@@ -145,6 +145,10 @@ class HealthActor:
         """See `HealthAgent.drill`."""
         return self._agent.drill(drill, subject, dry_run=dry_run)
 
+    async def hang(self, gpu: str | None, dry_run: bool) -> str:
+        """See `HealthAgent.hang`."""
+        return self._agent.hang(gpu, dry_run=dry_run)
+
     async def seen(self) -> Seen:
         """See `HealthAgent.seen`."""
         return self._agent.seen()

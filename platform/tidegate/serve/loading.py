@@ -120,9 +120,12 @@ def _check_pipeline(folder: Path) -> str:
         said.update(f"{path.relative_to(folder)} {path.stat().st_size}\n".encode())
     try:
         index = json.loads((folder / INDEX).read_bytes())
-        parts = {name: value for name, value in index.items() if isinstance(value, list) and len(value) == 2}
-        for name, (library, kind) in parts.items():
-            if library is not None and not (folder / name).is_dir():
+        # A part is `[library, class]`; other lists are settings, and `[null, null]` is a part that isn't there.
+        parts = [(name, *value) for name, value in index.items() if isinstance(value, list) and len(value) == 2]
+        for name, library, kind in parts:
+            if not isinstance(library, str) or not isinstance(kind, str):
+                continue
+            if not (folder / name).is_dir():
                 raise ValueError(f"{name}: is missing")
             there = _tensors(folder / name)
             if there and library == "diffusers":

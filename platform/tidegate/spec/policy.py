@@ -114,7 +114,8 @@ class PurseSpec(Model):
 
 
 class SourcesSpec(Model):
-    """Where a node's agent looks. The paths are arguments so that a container's mounts and a test's copies will do."""
+    """Where a node's agent looks. The paths are arguments so that a container's mounts and a test's copies will do;
+    `~` and `$NAMES` in them are the node's own."""
 
     ib_root: str = "/sys/class/infiniband"
     kmsg: str | None = "/dev/kmsg"
