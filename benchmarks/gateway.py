@@ -218,7 +218,8 @@ def measure(folder: Path, base_port: int, rounds: int) -> Found:
 
 def metrics_of(found: Found) -> dict[str, Metric]:
     added = {name: [one.p50_s - floor.p50_s for one, floor in _pairs(found, name)] for name in found}
-    added_p99 = {name: [one.p99_s - floor.p99_s for one, floor in _pairs(found, name)] for name in found}
+    # Over the floor's median: its own tail is the machine's.
+    added_p99 = {name: [one.p99_s - floor.p50_s for one, floor in _pairs(found, name)] for name in found}
     rates = {name: [one.requests_per_s for one in found[name]] for name in found}
     best_latency = min(_litellms(found), key=lambda name: statistics.median(added[name]))
     best_rate = max(_litellms(found), key=lambda name: statistics.median(rates[name]))
