@@ -18,13 +18,15 @@ from tidegate.clock import Clock
 from tidegate.errors import NoArbiterError
 from tidegate.health.drills import Drill, DrillError, readings_of
 from tidegate.health.events import EventFilter, named
+from tidegate.health.examining import Examine
 from tidegate.health.feeds import Feed, FeedRunner
 from tidegate.health.findings import Finding
 from tidegate.health.gangs import compared, step_times, straggler_score, whole_gangs
-from tidegate.health.history import History
+from tidegate.health.history import BURN_IN, History
 from tidegate.health.judge import Judgement, judge
 from tidegate.health.latest import Latest
 from tidegate.health.readings import EVENTS, ListedGpu, Reading, Signal
+from tidegate.health.returns import RETRY_S, after_burn_in, awaiting, held_for_burn_in
 from tidegate.ids import GpuId, NodeId
 from tidegate.spec.policy import HealthSpec
 
@@ -91,11 +93,16 @@ class HealthAgent:
         memory: Memory,
         meters: Meters,
         clock: Clock,
+        examine: Examine | None = None,
     ) -> None:
-        """`feeds`: of two that have the same value, the earlier one's counts."""
+        """`feeds`: of two that have the same value, the earlier one's counts; `examine`: what must pass before what was
+        taken out comes back, if anything."""
         self._node, self._spec = node, spec
         self._runners = [FeedRunner(feed, node=node, clock=clock) for feed in feeds]
         self._reporter, self._memory, self._meters, self._clock = reporter, memory, meters, clock
+        self._examine = examine
+        self._examining: asyncio.Task[None] | None = None
+        self._examine_next_s = 0.0
         self._history = memory.load()
         self._latest = Latest(spec.period_s)
         self._events = EventFilter()
@@ -237,18 +244,23 @@ class HealthAgent:
     def _judged(self, readings: Sequence[Reading]) -> HealthReport:
         now_s = self._clock.now_s()
         judgement = self._judge([*readings, *step_times(self._seats, self._node, now_s)], now_s)
-        self._history = judgement.history
+        before, self._history = self._history, judgement.history
+        if self._examine is not None:
+            self._history = held_for_burn_in(before, judgement.history, now_s, at_work=self._seats)
+        held = awaiting(self._history)
         # Counts of rows that are on their way are not worth a write: losing them costs a sample, not a verdict.
         if judgement.worth_saving:
-            self._memory.save(judgement.history)
+            self._memory.save(self._history)
         self._log((*judgement.findings, *self._about_sources(now_s)), keep=not readings)
-        self._verdicts = judgement.verdicts
+        self._verdicts = (*(v for v in judgement.verdicts if v.rule != BURN_IN), *held)
+        if held and (self._examining is None or self._examining.done()) and now_s >= self._examine_next_s:
+            self._examining = asyncio.get_running_loop().create_task(self._burn_in(held[0]))
         self._latest.forget(now_s - _FORGET_S)
         return HealthReport(
             node=self._node,
             at_s=now_s,
             gpus=self._inventory(now_s),
-            verdicts=judgement.verdicts,
+            verdicts=self._verdicts,
             source_error=self._inventory_error(),
             compared=compared(self._seats, lambda gpu, signal: self._newest(gpu, signal, now_s), self._spec),
         )
@@ -256,6 +268,20 @@ class HealthAgent:
     def _judge(self, readings: Iterable[Reading], now_s: float) -> Judgement:
         gangs = {gpu: seat.claim for gpu, seat in self._seats.items()}
         return judge(readings, self._history, self._spec, now_s, gangs, whole_gangs(self._seats))
+
+    async def _burn_in(self, verdict: Verdict) -> None:
+        if self._examine is None:  # the policy has changed: what waits has waited enough
+            failed = ""
+        else:
+            logger.info("health: burn-in of %s", verdict.gpu or verdict.node)
+            failed = await self._examine(verdict, len(self._gpus))
+        whom, now_s = verdict.gpu or verdict.node, self._clock.now_s()
+        text = f"its burn-in failed: {failed}" if failed else "its burn-in passed"
+        logger.warning("health: %s: %s", whom, text)
+        self._findings.append(Finding(at_s=now_s, subject=whom, what=BURN_IN, text=text))
+        self._examine_next_s = now_s + RETRY_S if failed else now_s
+        self._history = after_burn_in(self._history, verdict, failed)
+        self._memory.save(self._history)
 
     def _newest(self, gpu: str, signal: Signal, now_s: float) -> Reading | None:
         return self._latest.reading(gpu, signal, now_s, self._silent)

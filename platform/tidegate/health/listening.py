@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from tidegate.health.conditions import Above, Against, Below, Bits, OneOf, Replays, Rises, Says
-from tidegate.health.history import REPEAT_OFFENDER
+from tidegate.health.history import BURN_IN, REPEAT_OFFENDER
 from tidegate.health.peers import Among
 from tidegate.health.readings import EVENTS, Signal
 from tidegate.health.rule import Rule
@@ -55,7 +55,7 @@ def plan_of(spec: HealthSpec, in_gangs: bool) -> Plan:
     levels = _levels(rules)
     signals = {rule.signal for rule in rules} | levels
     heard = {signal: _listening(signal, rules, levels, spec) for signal in signals}
-    return Plan(heard, frozenset(rule.name for rule in rules_of(spec)) | {REPEAT_OFFENDER})
+    return Plan(heard, frozenset(rule.name for rule in rules_of(spec)) | {REPEAT_OFFENDER, BURN_IN})
 
 
 def _levels(rules: list[Rule]) -> frozenset[Signal]:
