@@ -25,6 +25,7 @@ from tidegate.health.gangs import compared, step_times, straggler_score, whole_g
 from tidegate.health.history import BURN_IN, History
 from tidegate.health.judge import Judgement, judge
 from tidegate.health.latest import Latest
+from tidegate.health.listening import EVENT_FRESH_S
 from tidegate.health.readings import EVENTS, ListedGpu, Reading, Signal
 from tidegate.health.returns import RETRY_S, after_burn_in, awaiting, held_for_burn_in
 from tidegate.ids import GpuId, NodeId
@@ -104,6 +105,7 @@ class HealthAgent:
         self._examining: asyncio.Task[None] | None = None
         self._examine_next_s = 0.0
         self._history = memory.load()
+        self._began_s = clock.now_s()
         self._latest = Latest(spec.period_s)
         self._events = EventFilter()
         self._gpus: tuple[ListedGpu, ...] = ()
@@ -231,7 +233,21 @@ class HealthAgent:
                     readings.append(reading)
         self._silent = frozenset(r.feed.name for r in self._runners if r.answer is not None and not r.feed.lasting)
         kernel = self._latest.value(self._node, Signal.KMSG_ANSWERS, now_s, self._silent) is not None
-        return readings + self._events.admit(told, kernel_answers=kernel, now_s=now_s)
+        admitted = self._events.admit(told, kernel_answers=kernel, now_s=now_s)
+        return readings + [event for event in admitted if self._is_news(event, now_s)]
+
+    def _is_news(self, event: Reading, now_s: float) -> bool:
+        """An event from before this agent began may be judged if it is fresh and the agent before did not; what is
+        older is told, as history."""
+        if event.at_s >= self._began_s:
+            return True
+        if now_s - event.at_s > EVENT_FRESH_S:
+            text = f"XID {event.value:.0f} {now_s - event.at_s:.0f} s before this look, before the agent began: history"
+            what = f"{text}; {event.detail}" if event.detail else text
+            self._findings.append(Finding(at_s=event.at_s, subject=event.subject, what=event.signal, text=what))
+            logger.warning("health: %s: %s", event.subject, what)
+            return False
+        return not self._history.has_judged(event)
 
     @staticmethod
     async def _wait(runners: Iterable[FeedRunner], timeout_s: float) -> None:

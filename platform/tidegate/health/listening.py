@@ -16,7 +16,7 @@ from tidegate.health.rules import gap_s, rules_of
 from tidegate.health.values import BOUNDS
 from tidegate.spec.policy import HealthSpec
 
-_EVENT_FRESH_S = 60.0
+EVENT_FRESH_S = 60.0
 """Older ones are history: an agent that starts anew reads the kernel log from before."""
 
 
@@ -101,6 +101,6 @@ def _listening(signal: Signal, rules: list[Rule], levels: frozenset[Signal], spe
         among=bool(own) and all(isinstance(rule.bad, Among) for rule in own),
         is_level=signal in levels,
         gap_s=gap,
-        fresh_s=max(gap, _EVENT_FRESH_S) if signal in EVENTS else gap,
+        fresh_s=max(gap, EVENT_FRESH_S) if signal in EVENTS else gap,
         longest_s=max(counted, default=0.0),
     )
