@@ -237,17 +237,15 @@ class HealthAgent:
         return readings + [event for event in admitted if self._is_news(event, now_s)]
 
     def _is_news(self, event: Reading, now_s: float) -> bool:
-        """An event from before this agent began may be judged if it is fresh and the agent before did not; what is
-        older is told, as history."""
-        if event.at_s >= self._began_s:
+        """What happened before this agent began is judged while it is fresh (rules take the same line, read anew, for the
+        same event); what is older is told, as history."""
+        if event.at_s >= self._began_s or now_s - event.at_s <= EVENT_FRESH_S:
             return True
-        if now_s - event.at_s > EVENT_FRESH_S:
-            text = f"XID {event.value:.0f} {now_s - event.at_s:.0f} s before this look, before the agent began: history"
-            what = f"{text}; {event.detail}" if event.detail else text
-            self._findings.append(Finding(at_s=event.at_s, subject=event.subject, what=event.signal, text=what))
-            logger.warning("health: %s: %s", event.subject, what)
-            return False
-        return not self._history.has_judged(event)
+        text = f"XID {event.value:.0f}, {now_s - event.at_s:.0f} s ago, before the agent began: history"
+        text += f"; {event.detail}" if event.detail else ""
+        self._findings.append(Finding(at_s=event.at_s, subject=event.subject, what=event.signal, text=text))
+        logger.warning("health: %s: %s", event.subject, text)
+        return False
 
     @staticmethod
     async def _wait(runners: Iterable[FeedRunner], timeout_s: float) -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from pydantic import TypeAdapter
 
 from tidegate.arbiter.messages import Verdict
-from tidegate.health.readings import Reading, Signal
+from tidegate.health.readings import Signal
 from tidegate.ids import NodeId
 
 REPEAT_OFFENDER = "repeat_offender"
@@ -106,12 +106,6 @@ class History:
             counts={key: count._replace(risen=()) if key[1] in gone else count for key, count in self.counts.items()},
             evicted_at_s={key: times for key, times in self.evicted_at_s.items() if key not in gone},
         )
-
-    def has_judged(self, event: Reading) -> bool:
-        """Whether an event was judged before, by an agent whose place this one takes. The same line's time is worked
-        out anew from the boot's, and differs by less than a second."""
-        same = (trace for trace in self.traces.values() if trace.subject == event.subject)
-        return any(abs(at_s - event.at_s) < 1.0 for trace in same for at_s in (trace.last_at_s, *trace.bad_at_s))
 
     def after_reboot(self) -> History:
         """A reboot lifts what is latched. It does not make a repeat offender a good one, nor forget how often."""
