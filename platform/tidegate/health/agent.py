@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import signal
 import time
 from collections import deque
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Protocol
+from typing import Protocol
 
 from tidegate.arbiter.messages import GpuSeen, HealthReport, Seat, Verdict
 from tidegate.clock import Clock
@@ -21,13 +19,15 @@ from tidegate.health.events import EventFilter, named
 from tidegate.health.examining import Examine
 from tidegate.health.feeds import Feed, FeedRunner
 from tidegate.health.findings import Finding
-from tidegate.health.gangs import compared, step_times, straggler_score, whole_gangs
+from tidegate.health.gangs import compared, step_times, whole_gangs
 from tidegate.health.history import BURN_IN, History
+from tidegate.health.inventory import inventory
 from tidegate.health.judge import Judgement, judge
 from tidegate.health.latest import Latest
 from tidegate.health.listening import EVENT_FRESH_S
 from tidegate.health.readings import EVENTS, ListedGpu, Reading, Signal
 from tidegate.health.returns import RETRY_S, after_burn_in, awaiting, held_for_burn_in
+from tidegate.health.stopping import stop_a_rank
 from tidegate.ids import GpuId, NodeId
 from tidegate.spec.policy import HealthSpec
 
@@ -171,27 +171,8 @@ class HealthAgent:
         return tuple(verdict for verdict in judgement.verdicts if verdict.rule not in before)
 
     def hang(self, gpu: str | None = None, *, dry_run: bool) -> str:
-        """Stop the process of a rank on this node, so that its gang hangs for real; what follows, as a sentence.
-
-        Raises:
-            DrillError: no rank computes on that GPU, or on this node.
-        """
-        there = {seat_gpu: seat for seat_gpu, seat in self._seats.items() if seat.pid is not None}
-        if not there or (gpu is not None and gpu not in there):
-            named = ", ".join(sorted(there)) or "none is there"
-            raise DrillError(f"hang needs a GPU with a rank, one of: {named}\nhint: name it by --subject")
-        on = GpuId(gpu) if gpu is not None else sorted(there)[0]
-        seat = there[on]
-        assert seat.pid is not None
-        if not dry_run:
-            logger.warning("health: process %d on %s is stopped: a drill", seat.pid, on)
-            os.kill(seat.pid, signal.SIGSTOP)
-        would = "would be" if dry_run else "is"
-        return (
-            f"{on}: the rank of run {seat.claim} (process {seat.pid}) {would} stopped; its gang is found hung after "
-            "max(gang.hang_floor_s, gang.hang_steps × its median step), tells where all ranks stand "
-            f"(`tidegate why {seat.claim}`), and starts anew from its newest copy"
-        )
+        """See `stop_a_rank`."""
+        return stop_a_rank(self._seats, gpu, dry_run=dry_run)
 
     def seen(self) -> Seen:
         """What is known now, with the age that each reading has."""
@@ -237,8 +218,8 @@ class HealthAgent:
         return readings + [event for event in admitted if self._is_news(event, now_s)]
 
     def _is_news(self, event: Reading, now_s: float) -> bool:
-        """What happened before this agent began is judged while it is fresh (rules take the same line, read anew, for the
-        same event); what is older is told, as history."""
+        """What happened before this agent began is judged while it is fresh (rules take the same line, read anew, for
+        the same event); what is older is told, as history."""
         if event.at_s >= self._began_s or now_s - event.at_s <= EVENT_FRESH_S:
             return True
         text = f"XID {event.value:.0f}, {now_s - event.at_s:.0f} s ago, before the agent began: history"
@@ -321,27 +302,7 @@ class HealthAgent:
         def value(gpu: ListedGpu, signal: Signal) -> float | None:
             return self._latest.value(gpu.uuid, signal, now_s, self._silent)
 
-        heat = self._spec.temperature
-
-        def seat(gpu: ListedGpu) -> dict[str, Any]:
-            found = self._seats.get(GpuId(gpu.uuid))
-            if found is None:
-                return {}
-            score = straggler_score(found)
-            return {"run": found.claim, "step_compute_s": found.compute_s, "straggler_score": score}
-
-        return tuple(
-            GpuSeen(
-                uuid=GpuId(gpu.uuid),
-                index=gpu.index,
-                temperature_celsius=_plausible(value(gpu, Signal.GPU_TEMPERATURE), heat.implausible_above_celsius),
-                tensor_active_ratio=value(gpu, Signal.GPU_TENSOR_ACTIVE),
-                memory_used_bytes=_whole(value(gpu, Signal.GPU_MEMORY_USED)),
-                processes=_whole(value(gpu, Signal.GPU_PROCESSES)),
-                **seat(gpu),
-            )
-            for gpu in self._gpus
-        )
+        return inventory(self._gpus, value, self._seats, self._spec.temperature.implausible_above_celsius)
 
     def _log(self, findings: tuple[Finding, ...], *, keep: bool) -> None:
         """Each thing is said when it begins or changes, not at each look. `keep`: a look that saw nothing ends none."""
@@ -373,12 +334,3 @@ class HealthAgent:
         if self._arbiter_away is not None:
             logger.warning("health: the arbiter answers again")
             self._arbiter_away = None
-
-
-def _plausible(celsius: float | None, up_to: float) -> float | None:
-    """What people are shown and what rules see is the same; NaN is outside."""
-    return celsius if celsius is not None and 0.0 < celsius <= up_to else None
-
-
-def _whole(value: float | None) -> int | None:
-    return None if value is None else int(value)
