@@ -2,6 +2,7 @@
 # make test   ruff, mypy --strict, import-linter, pytest
 # make bench NAME=fault_to_step
 # make soak   half an hour of faults under load; `make soak ARGS="--minutes 5 --seed 2"`
+# make load   five minutes of requests while all GPUs and the provider come and go; `make load ARGS="--haproxy"`
 # make clean
 
 PYTHON ?= python3
@@ -11,7 +12,7 @@ STAMP  := $(VENV)/.installed
 # `make demo ARGS="--base-port 7000"` hands options on.
 ARGS   ?=
 
-.PHONY: demo test redis lint bench soak clean
+.PHONY: demo test redis lint bench soak load clean
 
 demo: $(STAMP)
 	$(BIN)/tidegate demo $(ARGS)
@@ -39,6 +40,9 @@ bench: $(STAMP)
 soak: $(STAMP)
 	$(BIN)/python -m benchmarks.soak $(ARGS)
 
+load: $(STAMP)
+	$(BIN)/python -m benchmarks.load $(ARGS)
+
 # torch first and by pip: where a CPU build lies on the machine, `torch==2.13.0` takes it; otherwise PyPI's is fetched.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -50,4 +54,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) demo-output soak-output .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) demo-output soak-output load-output .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -27,7 +27,11 @@ def fake_gpus(folder: Path, nodes: Sequence[str], gpus_per_node: int) -> list[di
 
 
 def cluster(
-    base_port: int, gpus_per_node: Sequence[int], node_environment: Sequence[Mapping[str, str]]
+    base_port: int,
+    gpus_per_node: Sequence[int],
+    node_environment: Sequence[Mapping[str, str]],
+    *,
+    haproxy: bool = False,
 ) -> LocalCluster:
     """`base_port` and the one after it are used."""
     return LocalCluster(
@@ -38,6 +42,7 @@ def cluster(
         node_cpus=4,
         environment={"PYTHONPATH": _PATH, "OMP_NUM_THREADS": "1"},
         node_environment=node_environment,
+        haproxy=haproxy,
     )
 
 

@@ -29,6 +29,8 @@ NAMES = (
     "judge",
     "replay",
     "spill_decision",
+    "gateway",
+    "flip_latency",
     "flip",
     "fault_to_step",
     "steady_tax",

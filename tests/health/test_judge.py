@@ -274,7 +274,7 @@ def series(draw: st.DrawFn) -> list[tuple[Reading, bool]]:
     for rest_s, is_evidence in draw(st.lists(st.tuples(seconds, st.booleans()), max_size=60)):
         at_s += rest_s
         reading = celsius(at_s, draw(real_values)) if is_evidence else draw(no_evidence)
-        out.append((replace(reading, at_s=at_s), is_evidence))
+        out.append((reading._replace(at_s=at_s), is_evidence))
     return out
 
 

@@ -19,7 +19,8 @@ from tidegate.ports import free_port
 from tidegate.serve.api import ApiError
 from tidegate.serve.backends import Backends
 from tidegate.serve.flow import LOST_MAX, Answer, Flow
-from tidegate.serve.ledger import Ledger, Outcome, read_totals
+from tidegate.serve.ledger import Ledger, Outcome
+from tidegate.serve.ledger_reading import read_totals
 from tidegate.serve.providers import connect
 from tidegate.serve.router_registry import PoolSeen
 from tidegate.serve.routing import RouteRequest, ToLocal

@@ -94,6 +94,18 @@ def test_a_free_replica_is_chosen() -> None:
     in_loop(story)
 
 
+def test_the_choice_takes_no_turn_of_the_loop_while_all_queues_are_known() -> None:
+    async def story() -> None:
+        replicas = Replica("idle", queue=0), Replica("busy", queue=1)
+        router = router_of(*replicas)
+        await until(lambda: all(one.asked for one in replicas), 10, "both were asked")
+        with pytest.raises(StopIteration) as chosen:
+            router._choose_replica_for_request(request()).send(None)
+        assert chosen.value.value is replicas[0]
+
+    in_loop(story)
+
+
 def test_a_full_pool_refuses_at_once_and_forgets_the_request() -> None:
     async def story() -> None:
         full = Replica("full", queue=2)

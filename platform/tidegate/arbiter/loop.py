@@ -32,6 +32,7 @@ from tidegate.arbiter.middles import middles_of, place_of
 from tidegate.arbiter.moves import OPERATOR_RULE, File, Impose, Move, Pardon, Publish, Release, Unbrake
 from tidegate.arbiter.owners import owners
 from tidegate.arbiter.preflight import check_fits
+from tidegate.arbiter.sizing import Load, LoadWatch, need
 from tidegate.arbiter.states import ENDED, ClaimState
 from tidegate.arbiter.view import GroupState, NodeSeen, PoolSeen, View, gpus_of, live_gateways, overflow
 from tidegate.clock import Clock
@@ -56,6 +57,10 @@ class FleetSeen:
 
     nodes: Mapping[NodeId, NodeSeen] = field(default_factory=dict)
     pools: Mapping[PoolName, PoolSeen] = field(default_factory=dict)
+    strays: frozenset[PoolName] = frozenset()
+    """Pools of nodes that are gone."""
+    serves: bool = True
+    """Serve has the application."""
     groups: Mapping[ClaimId, GroupState] = field(default_factory=dict)
     leaked: Mapping[str, ClaimId] = field(default_factory=dict)
     gangs_gone: Mapping[ClaimId, str] = field(default_factory=dict)
@@ -104,6 +109,8 @@ class ArbiterLoop:
     _known: dict[ClaimId, _Known] = field(init=False, default_factory=dict)
     _ticked_s: float | None = field(init=False, default=None)
     _overflow_since_s: float | None = field(init=False, default=None)
+    _watch: LoadWatch = field(init=False)
+    _watched_since_s: float | None = field(init=False, default=None)
     _looked: bool = field(init=False, default=False)
     _began_s: float = field(init=False)
     _lock: threading.RLock = field(init=False, default_factory=threading.RLock)
@@ -112,12 +119,15 @@ class ArbiterLoop:
     def __post_init__(self) -> None:
         self.book = self.journal.book()
         self._began_s = self.clock.now_s()
+        sizing = self.policy.serving.sizing
+        self._watch = LoadWatch(keep_s=sizing.to_zero_after_s if sizing else 0.0)
 
     def tick(self) -> Decision:
         seen = self.fleet.look(self.book)
         with self._lock:
             self.seen, self._looked = seen, True
             self._watch_overflow()
+            self._watch_load()
             now_s = self.clock.now_s()
             if self._ticked_s is not None and not 0 <= now_s - self._ticked_s <= STALLED_AFTER_S:
                 self.heard_s = dict.fromkeys(self.heard_s, now_s)
@@ -135,6 +145,8 @@ class ArbiterLoop:
         return View(
             nodes=self.seen.nodes,
             pools=self.seen.pools,
+            strays=self.seen.strays,
+            serves=self.seen.serves,
             groups=self.seen.groups,
             leaked=self.seen.leaked,
             gateways=dict(self.gateways),
@@ -142,6 +154,7 @@ class ArbiterLoop:
             gangs=dict(self.gangs),
             gangs_gone=self.seen.gangs_gone,
             replicas=dict(self.replicas),
+            load=self._load(),
             silent_since_s=self._silent_since_s(),
             up_for_s=self.clock.now_s() - self._began_s,
             overflow_for_s=0.0 if since_s is None else self.clock.now_s() - since_s,
@@ -359,6 +372,28 @@ class ArbiterLoop:
             if said != self._noted:
                 self._noted = said
                 self.note(JournalEntry(at_s=self.clock.now_s(), kind="failed_move", reason=said))
+
+    def _watch_load(self) -> None:
+        """While no gateway reports nothing is known, and the load is not taken for gone."""
+        sizing, now_s = self.policy.serving.sizing, self.clock.now_s()
+        gateways = live_gateways(self.gateways, now_s, self.policy.arbiter.gateway_silent_after_s)
+        if sizing is None or not gateways:
+            self._watched_since_s = None
+            return
+        if self._watched_since_s is None:
+            self._watched_since_s = now_s
+        running = sum(pool.running for pool in self.seen.pools.values())
+        self._watch.observe(now_s, need(gateways, running, sizing.utilisation))
+
+    def _load(self) -> Load | None:
+        sizing, now_s, since_s = self.policy.serving.sizing, self.clock.now_s(), self._watched_since_s
+        if sizing is None:
+            return None
+        return Load(
+            highest=self._watch.highest(now_s, sizing.down_after_s),
+            highest_to_zero=self._watch.highest(now_s, sizing.to_zero_after_s),
+            watched_s=0.0 if since_s is None else now_s - since_s,
+        )
 
     def _watch_overflow(self) -> None:
         """Overflow lasts for as long as every look at the gateways shows some."""

@@ -131,6 +131,19 @@ class Orders:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PoolPlan:
+    """How the pools of an application are built: its gateways tell, since the arbiter knows no engine."""
+
+    builder: str
+    """`module:function`; called with a node's id, its pool's name and `args`, it gives the bound Serve deployment."""
+    args: Mapping[str, str | int | float]
+    version: str
+    """Two plans of one version build the same pools: replicas of it stay when the plan comes again."""
+    at_s: float
+    """When the application was built: the newest plan holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PoolLoad:
     pool: PoolName
     replicas: int
@@ -184,6 +197,8 @@ class GatewayReport:
     """Made by replicas here, over the last minute."""
     local_busy_replicas: float = 0.0
     """Replicas that these images kept busy: their GPU-seconds per second, over the last minute."""
+    plan: PoolPlan | None = None
+    """Of its application's pools; None = they are not the arbiter's to build."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from tidegate.errors import NoArbiterError
 from tidegate.health.drills import Drill, DrillError, readings_of
 from tidegate.health.events import EventFilter, named
 from tidegate.health.examining import Examine
-from tidegate.health.feeds import Feed, FeedRunner
+from tidegate.health.feeds import Feed, FeedRunner, all_answered
 from tidegate.health.findings import Finding
 from tidegate.health.gangs import compared, step_times, whole_gangs
 from tidegate.health.history import BURN_IN, History
@@ -34,7 +34,7 @@ from tidegate.spec.policy import HealthSpec
 logger = logging.getLogger(__name__)
 
 _GRACE_S = 0.05
-"""How much longer a look waits for the quick sources that were asked with it."""
+"""How long a look waits for the quick sources; for those that are waited for it goes on to the end of its period."""
 _FINDINGS = 100
 _FORGET_S = 900.0
 """After so long without a reading, what was last read is no longer shown."""
@@ -194,10 +194,11 @@ class HealthAgent:
 
     async def _look(self) -> list[Reading]:
         """What is new since the last look, the better source's word first."""
-        started = {runner.feed.name for runner in self._runners if runner.start()}
-        await self._wait([runner for runner in self._runners if runner.feed.waited_for], self._spec.period_s)
-        quick = [runner for runner in self._runners if runner.feed.name in started and not runner.feed.lasting]
-        await self._wait(quick, min(_GRACE_S, self._spec.period_s))
+        started = [runner for runner in self._runners if runner.start()]
+        waited_for = [runner for runner in self._runners if runner.feed.waited_for]
+        quick = [runner for runner in started if not runner.feed.lasting]
+        await _answered(dict.fromkeys((*waited_for, *quick)), min(_GRACE_S, self._spec.period_s))
+        await _answered(waited_for, max(self._spec.period_s - _GRACE_S, 0.0))
         now_s = self._clock.now_s()
         readings: list[Reading] = []
         told: list[tuple[str, float, Reading]] = []
@@ -227,12 +228,6 @@ class HealthAgent:
         self._findings.append(Finding(at_s=event.at_s, subject=event.subject, what=event.signal, text=text))
         logger.warning("health: %s: %s", event.subject, text)
         return False
-
-    @staticmethod
-    async def _wait(runners: Iterable[FeedRunner], timeout_s: float) -> None:
-        answers = {runner.answer for runner in runners if runner.answer is not None and not runner.answer.done()}
-        if answers:
-            await asyncio.wait(answers, timeout=timeout_s)
 
     # Judge and remember
 
@@ -334,3 +329,7 @@ class HealthAgent:
         if self._arbiter_away is not None:
             logger.warning("health: the arbiter answers again")
             self._arbiter_away = None
+
+
+async def _answered(runners: Iterable[FeedRunner], timeout_s: float) -> None:
+    await all_answered([runner.answer for runner in runners if runner.answer is not None], timeout_s)

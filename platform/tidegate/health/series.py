@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from types import MappingProxyType
 
 from tidegate.arbiter.messages import HealthReport
@@ -151,10 +152,8 @@ def series_of(report: HealthReport, readings: Iterable[Reading], xids: XidCount,
             continue
         if reading.signal is Signal.GPU_TEMPERATURE and reading.subject in implausible:
             continue
-        shown = SHOWN.get(reading.signal)
-        if shown is not None:
-            subject = ("gpu_uuid" if reading.signal.of_gpu else "port", reading.subject)
-            series[shown.name, (node, subject, *shown.labels)] = reading.value
+        if reading.signal in SHOWN:
+            series[_key(reading.signal, reading.node, reading.subject)] = reading.value
         elif reading.signal is Signal.IB_PORT_STATE:
             active = 1.0 if reading.value == _PORT_ACTIVE else 0.0
             series["ib_port_active", (node, ("port", reading.subject))] = active
@@ -173,3 +172,10 @@ def series_of(report: HealthReport, readings: Iterable[Reading], xids: XidCount,
         labels = (node, ("subject", subject_), ("rule", verdict.rule), ("verdict", str(verdict.action)))
         series["health_verdict", labels] = 1.0
     return series
+
+
+@lru_cache(maxsize=8192)
+def _key(signal: Signal, node: str, subject: str) -> Series:
+    """A node has some hundred of them, the same at each look."""
+    shown = SHOWN[signal]
+    return shown.name, (("node", node), ("gpu_uuid" if signal.of_gpu else "port", subject), *shown.labels)

@@ -133,6 +133,7 @@ def admit(
         guidance=body.guidance_scale,
         negative_prompt=body.negative_prompt or "",
         priority=priority,
+        partial_images=body.partial_images or 0,
     )
     return Admitted(job, reply)
 
@@ -163,8 +164,8 @@ def _not_made(body: ImagesBody) -> Refused | None:
     for name, value, known in choices:
         if value is not None and value not in known:
             return _invalid(name, f"must be one of {_listed(known)}; got '{value[:40]}'")
-    if body.partial_images:
-        return _invalid("partial_images", f"must be 0: pictures come whole, got {str(body.partial_images)[:40]}")
+    if body.partial_images and not body.stream:
+        return _invalid("partial_images", "is for streams; set stream, or leave it out")
     return None
 
 
@@ -193,6 +194,8 @@ def _out_of_bounds(body: ImagesBody, limits: Limits) -> Refused | None:
         ("seed", body.seed, 0, SEED_LIMIT - limits.images_max),
         ("num_inference_steps", body.num_inference_steps, 1, limits.steps_max),
         ("output_compression", body.output_compression, 0, 100),
+        # OpenAI's own limit.
+        ("partial_images", body.partial_images, 0, 3),
     )
     for name, value, low, high in ranges:
         if value is not None and not low <= value <= high:

@@ -1,6 +1,6 @@
 """Did every request end exactly once, and was no picture paid for twice? From the ledgers' rows alone. Pure.
 
-    accepted = answered + refused + cancelled (+ under way)
+    accepted = answered + refused + cancelled (+ under way, + lost with a gateway that was killed)
 
 A refusal that came after something was tried (502, 504) is a refusal too, and counted apart as well.
 """
@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from tidegate.serve.ledger import Audited, Outcome
+from tidegate.serve.ledger import Outcome
+from tidegate.serve.ledger_reading import Audited
 
 LISTED_MAX = 1000
 """Findings that are kept with their words; all are counted."""
@@ -41,6 +42,8 @@ class Audit:
     refused_after_attempts: int = 0
     """Of the refused."""
     cancelled: int = 0
+    lost: int = 0
+    """Their gateway was killed with them under way. Each is a finding: a client got no answer."""
     under_way: int = 0
     """Accepted within the last `grace_s`, not ended yet."""
     paid_twice: int = 0
@@ -51,7 +54,7 @@ class Audit:
 
     @property
     def proven(self) -> bool:
-        ended = self.answered + self.refused + self.cancelled + self.under_way
+        ended = self.answered + self.refused + self.cancelled + self.lost + self.under_way
         return self.accepted == ended and not self.broken
 
     def add(self, row: Audited, what: str) -> None:
@@ -87,6 +90,10 @@ def _count_end(found: Audit, row: Audited, now_s: float, grace_s: float) -> None
             found.under_way += 1
         else:
             found.add(row, f"never ended: accepted {age_s:.0f} s ago, and nothing since")
+        return
+    if row.outcome == Outcome.LOST:
+        found.lost += 1
+        found.add(row, row.reason or "lost by its gateway")
         return
     try:
         end = ENDS[Outcome(row.outcome)]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from tidegate.clock import Clock
 from tidegate.serve.backends import Backends
-from tidegate.serve.routing import Reject, RouteRequest, ToLocal, ToProvider, Wait, pick, wait_is_for_all
+from tidegate.serve.routing import Reject, RouteRequest, ToLocal, ToProvider, View, Wait, pick, wait_is_for_all
 
 LOOK_AGAIN_S = 0.05
 """While somebody waits: replicas come and go without a word to us."""
@@ -64,10 +64,12 @@ class Dispatcher:
         if not self._line:
             return
         now_s = self._clock.now_s()
-        view = self._backends.view(now_s)
+        view: View | None = None
         next_s = now_s + LOOK_AGAIN_S
         still: list[_Ticket] = []
         for index, ticket in enumerate(self._line):
+            if view is None:
+                view = self._backends.view(now_s)
             step = pick(ticket.request, view, now_s, ahead=len(still))
             if isinstance(step, Wait):
                 still.append(ticket)
@@ -80,7 +82,7 @@ class Dispatcher:
                 continue
             if not isinstance(step, Reject):
                 self._backends.reserve(step)
-                view = self._backends.view(now_s)
+                view = None  # a new one only if somebody comes after it
             ticket.placed.set_result(step)
         self._line = still
         if still:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeAlias
 
 from tidegate.arbiter.messages import CanaryResult
@@ -19,7 +19,7 @@ from tidegate.serve.providers.base import ImageProvider, ProviderAmbiguousError,
 from tidegate.serve.providers.fields import wants
 from tidegate.serve.routing import Reject, RouteRequest, ToLocal, ToProvider
 from tidegate.serve.timeouts import attempt_s
-from tidegate.serve.work import EngineFailedError, ImageJob, Made, PoolBusyError, PoolLostError
+from tidegate.serve.work import EngineFailedError, ImageJob, Made, Partial, PoolBusyError, PoolLostError, UnfitError
 from tidegate.spec.policy import ServingSpec
 
 REST_S = 0.03
@@ -35,9 +35,15 @@ class LocalPools(Protocol):
 
         Raises:
             PoolBusyError, PoolLostError, EngineFailedError: see `work`.
+            UnfitError: see `work`.
             TimeoutError: not done in time; the replica was told to stop.
         """
 
+    async def make_shown(self, pool: PoolName, job: ImageJob, timeout_s: float, show: Showing) -> Made:
+        """As `make`; `show` is awaited with each unfinished picture as it comes."""
+
+
+Showing: TypeAlias = Callable[[Partial], Awaitable[None]]
 
 Buying: TypeAlias = Callable[[bool], Awaitable[None]]
 """Told True before a provider is asked, and False when it has clearly made nothing: what is written in between outlives
@@ -71,6 +77,10 @@ class _Walk:
     job: ImageJob
     route: RouteRequest
     buying: Buying | None = None
+    show: Showing | None = None
+    shown: set[tuple[int, int]] = field(default_factory=set)
+    """Unfinished pictures that the client has: (image, index)."""
+    unfit: UnfitError | None = None
     attempts: int = 0
     """That did or may have done something."""
     lost: int = 0
@@ -98,15 +108,22 @@ class Flow:
         return self._ledger.spent_usd(None if provider is None else backend_name(ToProvider(provider)))
 
     async def answer(
-        self, job: ImageJob, accepted_at_s: float, *, deadline_s: float | None = None, buying: Buying | None = None
+        self,
+        job: ImageJob,
+        accepted_at_s: float,
+        *,
+        deadline_s: float | None = None,
+        buying: Buying | None = None,
+        show: Showing | None = None,
     ) -> Answer:
         """Make the job's pictures somewhere. Writes its attempts, not its end.
 
-        `deadline_s` is absolute; none = the policy's. `buying` hears of each paid attempt before it is made.
+        `deadline_s` is absolute; none = the policy's. `buying` hears of each paid attempt before it is made, `show`
+        gets each unfinished picture once. After the first one nobody else's picture will do: only replicas may go on.
 
         Raises:
-            ApiError: 503 where nothing took it in time, 429 where it would have cost money that may not be spent,
-                502/504 where what took it failed.
+            ApiError: 400 where it fits into no replica's memory, 503 where nothing took it in time, 429 where it would
+                have cost money that may not be spent, 502/504 where what took it failed.
         """
         route = RouteRequest(
             model=job.model,
@@ -119,7 +136,7 @@ class Flow:
             needs=wants(job),
             images=job.images,
         )
-        walk = _Walk(job, route, buying)
+        walk = _Walk(job, route, buying, show)
         while True:
             place = await self.dispatcher.place(walk.route)
             if isinstance(place, Reject):
@@ -156,6 +173,8 @@ class Flow:
             raise
         except PoolBusyError:
             outcome = AttemptOutcome.BUSY
+        except UnfitError as error:
+            outcome, reason, walk.unfit = AttemptOutcome.REFUSED, error.why, error
         except (PoolLostError, ProviderAmbiguousError) as error:
             outcome, reason = AttemptOutcome.LOST, str(error)
         except ProviderRefusedError as error:
@@ -182,7 +201,7 @@ class Flow:
 
     async def _try_local(self, walk: _Walk, pool: PoolName, now_s: float) -> Made:
         try:
-            made = await self._local.make(pool, walk.job, walk.route.deadline_s - now_s)
+            made = await self._made_here(walk, pool, walk.route.deadline_s - now_s)
         except PoolBusyError:
             self._backends.rest_pool(pool, self._clock.now_s() + REST_S)
             raise
@@ -193,12 +212,25 @@ class Flow:
                 everywhere = frozenset(view.pool for view in self._backends.view(now_s).pools)
                 walk.route = replace(walk.route, excluded_pools=everywhere)
             raise
-        except EngineFailedError:
+        except (EngineFailedError, UnfitError):
             walk.route = replace(walk.route, excluded_pools=walk.route.excluded_pools | {pool})
             raise
         self._backends.local_answered(pool, made.compute_s)
         self.demand.made(self._clock.now_s(), walk.job.images, made.compute_s)
         return made
+
+    async def _made_here(self, walk: _Walk, pool: PoolName, timeout_s: float) -> Made:
+        outer = walk.show
+        if outer is None or not walk.job.partial_images:
+            return await self._local.make(pool, walk.job, timeout_s)
+
+        async def show(part: Partial) -> None:
+            if (part.image, part.index) not in walk.shown:  # else a replica was lost, and the next begins anew (C166)
+                walk.shown.add((part.image, part.index))
+                walk.route = replace(walk.route, local_only=True)
+                await outer(part)
+
+        return await self._local.make_shown(pool, walk.job, timeout_s, show)
 
     async def _try_provider(self, walk: _Walk, name: ProviderName, now_s: float) -> Made:
         timeout_s = attempt_s(self._backends.timeout_s(name), walk.route.deadline_s, now_s)
@@ -280,6 +312,9 @@ def _canary_route(job: ImageJob, now_s: float, timeout_s: float) -> RouteRequest
 
 
 def _gave_up(walk: _Walk, reject: Reject) -> ApiError:
+    if walk.unfit is not None and not walk.route.bought:
+        what = f"'{walk.unfit.param}': {walk.unfit.why}; ask for less"
+        return ApiError(400, what, param=walk.unfit.param, code="does_not_fit")
     if not walk.attempts and reject.over_budget:
         return ApiError(429, reject.reason, code="over_budget", retry_after_s=reject.retry_after_s)
     if not walk.attempts:

@@ -28,6 +28,9 @@ class SpillRouter(RequestRouter):
     queue lengths can stay too high (a reply that tells of two may be read when one has ended already, or its call was
     cancelled), and a pool that looks full gets no request whose reply would set it right. So where the cache counts
     more than this process has sent, the replica is asked.
+
+    The base class chooses in tasks of its own, some turns of the event loop later. While all queue lengths are known
+    there is nothing to wait for, and the choice is made at once.
     """
 
     def initialize_state(self, pool: str) -> None:
@@ -90,8 +93,15 @@ class SpillRouter(RequestRouter):
         self, pending_request: PendingRequest, *, is_retry: bool = False
     ) -> RunningReplica:
         # The base class waits here, for ever, when there is no replica: it would never ask `choose_replicas`.
-        if not self.curr_replicas:
-            raise PoolBusyError(self._registered_as)
+        replicas = list(self.curr_replicas.values())
+        queues = [self.replica_queue_len_cache.get(replica.replica_id) for replica in replicas]
+        known = [(queue, replica) for queue, replica in zip(queues, replicas, strict=True) if queue is not None]
+        if len(known) == len(replicas):
+            free = [(queue, replica) for queue, replica in known if queue < replica.max_ongoing_requests]
+            if not free:
+                raise PoolBusyError(self._registered_as)
+            # Of two by chance the less busy one: gateways that all took the least busy would meet there.
+            return min(random.sample(free, min(2, len(free))), key=lambda one: one[0])[1]
         return await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
 
     def _refuse_all_if_empty(self) -> None:

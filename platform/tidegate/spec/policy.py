@@ -32,6 +32,25 @@ class ArbiterSpec(Model):
         return Path(self.state_dir).expanduser()
 
 
+class SizingSpec(Model):
+    """Replicas by load instead of on every free GPU. It never takes what a claim holds, nor more than there is."""
+
+    replicas_min: Annotated[int, Field(ge=0)] = 0
+    """At least so many stay, however idle."""
+    utilisation: Annotated[float, Field(gt=0, le=1)] = 0.7
+    """How busy each replica is meant to be; the rest is for what comes next."""
+    down_after_s: Seconds = 60.0
+    """The load must have asked for fewer for so long."""
+    to_zero_after_s: Seconds = 600.0
+    """The last replica goes when nothing was asked for so long: who comes next waits for a cold start."""
+
+    @model_validator(mode="after")
+    def _zero_comes_last(self) -> SizingSpec:
+        if self.to_zero_after_s < self.down_after_s:
+            raise ValueError("to_zero_after_s must not be shorter than down_after_s")
+        return self
+
+
 class ServingSpec(Model):
     app: str = "images"
     """The Serve application whose pools the arbiter sets."""
@@ -45,6 +64,8 @@ class ServingSpec(Model):
     """From accepting a request to its answer; shared by all attempts."""
     drain_deadline_s: Seconds = 10.0
     """How long in-flight requests may take to finish when their replica must leave."""
+    sizing: SizingSpec | None = None
+    """None: every GPU that is free serves, so no request waits for a cold start."""
     return_step_replicas: Annotated[int, Field(ge=1)] = 2
     """Replicas that come home at once when training ends."""
     return_dwell_s: SecondsOrZero = 2.0
