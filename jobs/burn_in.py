@@ -36,18 +36,9 @@ from tidegate.health.marks import (
 )
 from tidegate.ids import NodeId, Tier
 from tidegate.ports import free_port
+from tidegate.telemetry.goodput import Owner
 
-BUSY = {
-    "productive",
-    "recomputed",
-    "restarting",
-    "forming",
-    "finishing",
-    "checkpoint",
-    "serving",
-    "starting",
-    "draining",
-}
+IDLE = {Owner.FREE, Owner.QUARANTINED, Owner.SERVING_IDLE}
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--nodes", nargs="*", default=[], help="names or ids (default: all that stand idle)")
@@ -72,7 +63,7 @@ wanted = [
     for node in status["nodes"]
     if not arguments.nodes or any(name in (node["name"], node["node"]) for name in arguments.nodes)
 ]
-busy = [node["name"] for node in wanted if any(gpu["owner"] in BUSY for gpu in node["gpus"])]
+busy = [node["name"] for node in wanted if any(gpu["owner"] not in IDLE for gpu in node["gpus"])]
 if arguments.nodes and (busy or len(wanted) != len(arguments.nodes)):
     known = ", ".join(node["name"] for node in status["nodes"])
     sys.exit(f"error: {', '.join(busy) + ' is at work' if busy else f'no such node; there are {known}'}")
