@@ -28,6 +28,7 @@ from tidegate.arbiter.messages import ClaimSpec
 from tidegate.data.prepare import prepare
 from tidegate.gang.coordinator import JOURNAL, start_coordinator
 from tidegate.gang.order import RunOrder, RunStatus
+from tidegate.health.burn_in import is_untouched
 from tidegate.health.drills import Drill
 from tidegate.health.on_ray import start_agents
 from tidegate.ids import NodeId, health_agent_name
@@ -53,6 +54,7 @@ pytestmark = pytest.mark.cluster
 
 NAMES = ("node-a", "node-b", "node-c")
 NODE_FOLDER = "TIDEGATE_TEST_NODE"
+REPOSITORY = Path(__file__).parents[2]
 TIDEGATE = Path(sys.executable).parent / "tidegate"
 
 
@@ -236,7 +238,9 @@ def test_a_hot_gpu_leaves_at_once_and_the_brake_holds_a_second_one(fleet: Fleet)
     wait_until(lambda: not fleet.look()["held_back"], 30, "what has cooled is not held back any more")
     fleet.set(hot, "temp", 60)
     fleet.wait_for_ranks(ranks=4, after=2)
-    assert "lift: " in fleet.why(hot)
+    assert re.search("impose: temperature has ended, a burn-in is due", fleet.why(hot)), fleet.why(hot)
+    agent: Any = ray.get_actor(health_agent_name(NodeId(fleet.node_id(fleet.node_of(hot)))), namespace=NAMESPACE)
+    assert "its burn-in passed" in [finding.text for finding in ray.get(agent.seen.remote()).findings]
 
 
 def test_a_row_to_be_remapped_leaves_with_the_next_checkpoint(fleet: Fleet) -> None:
@@ -291,17 +295,17 @@ def test_drills(fleet: Fleet) -> None:
         Drill.NVML_HANG: "nvml_silent",
     }
 
-    def drilled(drill: Drill) -> bool:
-        found = fleet.look()["quarantines"]
-        return any(q["rule"] == rules[drill] and "a drill" in q["evidence"] for q in found if q["node"] == here)
+    def imposed() -> int:
+        """By drills; the journal keeps those that have ended too."""
+        return len(re.findall(r"^impose: .*\(a drill\)", fleet.why(here), re.MULTILINE))
 
     for drill, rule in rules.items():
         subject = "mlx5_1/1" if drill is Drill.IB_FLAP else None
         dry = ray.get(agent.drill.remote(drill, subject, True))
         assert rule in [verdict.rule for verdict in dry]
-        assert not drilled(drill)
-        ray.get(agent.drill.remote(drill, subject, False))
-        wait_until(lambda drill=drill: drilled(drill), 30, f"{drill} stands in the arbiter's book")  # type: ignore[misc]
+        before = imposed()
+        assert rule in [verdict.rule for verdict in ray.get(agent.drill.remote(drill, subject, False))]
+        wait_until(lambda before=before: imposed() > before, 30, f"{drill} stands in the arbiter's book")  # type: ignore[misc]
 
 
 def test_a_hang_tells_where_all_ranks_stand_and_starts_anew(fleet: Fleet) -> None:
@@ -336,3 +340,36 @@ def test_the_arbiters_successor_goes_on_with_what_stands(fleet: Fleet) -> None:
     wait_until(lambda: len(fleet.tiers()) == 6, 60, "all agents report to the next one")
     after = {(q["node"], q["gpu"], q["rule"]) for q in fleet.look()["quarantines"]}
     assert after == before
+
+
+def test_nodes_are_burned_in_by_a_job_and_come_back(fleet: Fleet) -> None:
+    """`ray job submit -- python jobs/burn_in.py`: two nodes, each by itself and as a pair; then pardoned."""
+    ray.get(fleet.coordinator.stop.remote("the test is over"))
+    wait_until(lambda: ray.get(fleet.coordinator.status.remote()).over, 60, "the run is over")
+    for name in NAMES:
+        port = fleet.folder / name / "h100-host" / "mlx5_0" / "ports" / "1"
+        (port / "state").write_text("4: ACTIVE\n")
+        (port / "phys_state").write_text("5: LinkUp\n")
+    out = sorted({q["node"] for q in fleet.look()["quarantines"]})
+    names = [next(n["name"] for n in fleet.look()["nodes"] if n["node"] == node) for node in out][:1]
+    names.append(next(name for name in NAMES if name not in names))
+    job = (sys.executable, str(REPOSITORY / "jobs" / "burn_in.py"), "--nodes", *names, "--return")
+    done = subprocess.run(
+        [str(TIDEGATE.parent / "ray"), "job", "submit", "--", *job, "--signed-by", "the test"],
+        env=fleet.cluster.client_environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in names:
+        record = json.loads((fleet.folder / "state" / "burn-in" / f"{name}.json").read_text())
+        assert record["passed"], record
+        assert record["signed_off"]["by"] == "the test"
+        assert is_untouched(record)
+        assert {"gemm_tflops", "bits", "all_reduce_in_node_gbytes_per_s", "all_reduce_of_pair_gbytes_per_s"} <= {
+            check["name"] for check in record["checks"]
+        }
+        assert "burn-in passed" in fleet.why(fleet.node_id(name))
+        assert {fleet.tiers()[uuid_of(name, index)] for index in (0, 1)} == {"gang"}, fleet.look()["quarantines"]

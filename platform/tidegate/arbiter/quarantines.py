@@ -19,6 +19,10 @@ SILENT_RULE = "agent_silent"
 """The one verdict that no agent can give."""
 
 
+BURN_IN_RULE = "burn_in"
+"""Holds what is out already until it has been examined: it takes nothing more out, so no brake holds it."""
+
+
 def quarantine_moves(book: Book, view: View, brake: FleetBrakeSpec, now_s: float) -> tuple[tuple[Move, ...], str]:
     """Follow the agents' verdicts: impose new ones (and take the GPU out of its gang) as far as the fleet brake lets
     them, lift those that ended."""
@@ -26,7 +30,7 @@ def quarantine_moves(book: Book, view: View, brake: FleetBrakeSpec, now_s: float
         hold_of(verdict): verdict
         for report in view.telling.values()
         for verdict in report.verdicts
-        if verdict.action is not Action.WARN
+        if verdict.action is not Action.WARN and not _is_of_nothing(book, verdict)
     } | {hold_of(verdict): verdict for verdict in _silences(view)}
     moves: list[Move] = [*_impositions(book, view, brake, standing, now_s)]
     for hold, quarantine in book.quarantines.items():
@@ -41,6 +45,13 @@ def quarantine_moves(book: Book, view: View, brake: FleetBrakeSpec, now_s: float
             moves.append(Unbrake(rule=rule, node=node, gpu=gpu, reason=ended, at_s=now_s))
     moves.extend(_evictions(book, view, now_s))
     return tuple(moves), "; ".join(_said(move) for move in moves)
+
+
+def _is_of_nothing(book: Book, verdict: Verdict) -> bool:
+    """Whether what is to come back by a burn-in was never taken out: the brake held, or a person was quicker."""
+    if verdict.rule != BURN_IN_RULE:
+        return False
+    return not any(quarantine.verdict.gpu == verdict.gpu for quarantine in book.quarantined.get(verdict.node, ()))
 
 
 def _silences(view: View) -> Iterator[Verdict]:
@@ -78,7 +89,7 @@ def _impositions(
         free = (
             verdict.node in out
             or _is_out(book, verdict)  # by this rule already: no further node
-            or verdict.rule in brake.hard_faults
+            or verdict.rule in (*brake.hard_faults, BURN_IN_RULE)
             or now_s - book.unbraked_at_s.get(verdict.rule, -brake.window_s) < brake.window_s
         )
         why = None if free else _too_many(view, brake, verdict, out)

@@ -182,6 +182,13 @@ class RepeatOffenderSpec(Model):
     within_s: Seconds = 7 * 86_400.0
 
 
+class BurnInSpec(Model):
+    before_return: bool = True
+    """What was taken out and whose verdict has ended is multiplied, copied and summed on before it trains again."""
+    deadline_s: Seconds = 120.0
+    """Of each part of it; then it has failed."""
+
+
 class HealthSpec(Model):
     period_s: Seconds = 1.0
     nvml_library: str | None = None
@@ -204,6 +211,7 @@ class HealthSpec(Model):
     rules: Mapping[str, RuleOverride] = Field(default_factory=dict)
     """Changes to single rules by name; docs/health-rules.md lists them all."""
     repeat_offender: RepeatOffenderSpec = RepeatOffenderSpec()
+    burn_in: BurnInSpec = BurnInSpec()
     fleet_brake: FleetBrakeSpec = FleetBrakeSpec()
 
     @property
