@@ -110,7 +110,7 @@ def build(args: ImagesArgs) -> serve.Application:
             ),
             graceful_shutdown_wait_loop_s=0.1,
             graceful_shutdown_timeout_s=policy.serving.drain_deadline_s,
-        ).bind(policy.serving.app, args.weights, options, 2 * policy.serving.request_deadline_s)
+        ).bind(policy.serving.app, args.weights, options, policy.serving.rollout, 2 * policy.serving.request_deadline_s)
         for node in gpu_nodes(ray.nodes(), args.nodes)
     }
     limits = Limits(

@@ -17,6 +17,7 @@ from tidegate.spec.base import Model as Model  # other rooms' settings are made 
 from tidegate.spec.jobs import JobsSpec
 from tidegate.spec.providers import CanarySpec, ProviderSpec
 from tidegate.spec.tenants import TenantSpec
+from tidegate.spec.weights import RolloutSpec
 
 
 class ArbiterSpec(Model):
@@ -49,6 +50,7 @@ class ServingSpec(Model):
     """Replicas that come home at once when training ends."""
     return_dwell_s: SecondsOrZero = 2.0
     """Rest between two such steps, counted from the last replica being ready."""
+    rollout: RolloutSpec = RolloutSpec()
     reclaim_after_s: Seconds = 5.0
     """When requests have overflowed for so long, claims of classes below `serving` leave. They get GPUs that replicas
     hold only as far as these were idle over the last minute, and one busy replica more than that always stays."""
