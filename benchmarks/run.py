@@ -29,6 +29,7 @@ NAMES = (
     "judge",
     "replay",
     "spill_decision",
+    "engine",
     "flip",
     "fault_to_step",
     "steady_tax",
