@@ -50,12 +50,16 @@ class RayPools:
 
     async def make_shown(self, pool: PoolName, job: ImageJob, timeout_s: float, show: Showing) -> Made:
         response = self._shown[pool].remote(job)
+        made: Made | None = None
         async with _answering(pool, response, timeout_s):
-            async for item in response:
+            async for item in response:  # to its end: then the replica's slot is known to be free
                 if isinstance(item, Made):
-                    return item
-                await show(item)
-        raise PoolLostError("the replica's stream ended without a picture")
+                    made = item
+                else:
+                    await show(item)
+        if made is None:
+            raise PoolLostError("the replica's stream ended without a picture")
+        return made
 
 
 @asynccontextmanager
