@@ -31,6 +31,7 @@ NAMES = (
     "spill_decision",
     "gateway",
     "flip_latency",
+    "engine",
     "flip",
     "fault_to_step",
     "steady_tax",

@@ -115,6 +115,7 @@ def build(args: ImagesArgs) -> serve.Application:
         app=policy.serving.app,
         weights=args.weights,
         options=options,
+        rollout=policy.serving.rollout,
         requests_per_replica=args.requests_per_replica,
         stuck_after_s=2 * policy.serving.request_deadline_s,
         drain_s=policy.serving.drain_deadline_s,

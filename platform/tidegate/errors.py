@@ -149,6 +149,19 @@ class DataError(TidegateError):
     """A data set can't be read or is not what the run's config says."""
 
 
+class NothingToRollBackError(TidegateError):
+    """There are no published weights to take back."""
+
+    def __init__(self, app: str) -> None:
+        super().__init__(app)
+        self.app = app
+
+    def __str__(self) -> str:
+        return (
+            f"{self.app}: no published weights serve or are tried\nhint: `tidegate publish` the ones that shall serve"
+        )
+
+
 class ModelRefusedError(TidegateError):
     """An export is incomplete or corrupt; what serves now keeps serving."""
 

@@ -82,6 +82,16 @@ def test_a_swap_changes_the_picture(first: Path, tmp_path: Path) -> None:
     assert engine.generate(["a two"], [7])[0] == before
 
 
+def test_staged_weights_make_pictures_before_anybody_gets_one(first: Path, tmp_path: Path) -> None:
+    engine = Engine(first)
+    before, _ = engine.generate(["a two"], [7])
+    staged = engine.stage(export(tmp_path / "second", 2))
+    tried, _ = engine.submit(["a two"], [7], ready=staged).result(30)
+    assert engine.generate(["a two"], [7])[0] == before != tried
+    engine.serve(staged)
+    assert engine.generate(["a two"], [7])[0] == tried
+
+
 def test_a_request_at_work_ends_with_the_weights_it_began_with(first: Path, tmp_path: Path) -> None:
     engine = Engine(first)
     expected, _ = engine.generate(["a two"], [7], steps=5)

@@ -27,7 +27,7 @@ from tidegate.serve.ledger_reading import read_audited, read_totals
 from tidegate.serve.providers import connect
 from tidegate.serve.router_registry import PoolSeen
 from tidegate.serve.routing import RouteRequest, ToLocal
-from tidegate.serve.work import EngineFailedError, ImageJob, Made, PoolBusyError, PoolLostError, Size
+from tidegate.serve.work import EngineFailedError, ImageJob, Made, PoolBusyError, PoolLostError, Size, UnfitError
 from tidegate.spec.policy import ServingSpec
 from tidegate.spec.providers import ProviderSpec
 from waiting import others_first, until
@@ -599,3 +599,22 @@ async def silent_server() -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
     finally:
         server.close()
+
+
+def test_what_fits_no_replica_is_the_clients_mistake_unless_a_provider_makes_it(
+    street: Street, stand_in: StandIn
+) -> None:
+    """C172: the field is named, and the replica is asked once."""
+    unfit = UnfitError("size", "1 x 16x16 would take 2.00 GiB of memory, there are 1.00 GiB")
+
+    async def refused(house: House) -> None:
+        with pytest.raises(ApiError) as error:
+            await house.ask()
+        assert (error.value.status, error.value.param, error.value.code) == (400, "size", "does_not_fit")
+        assert "2.00 GiB" in error.value.message
+
+    async def spilled(house: House) -> None:
+        assert (await house.ask("s")).backend == "provider/stand-in"
+
+    assert street.run(refused, Pools(script=[unfit])).pools.calls == 1
+    assert street.run(spilled, Pools(script=[unfit]), stand_in.spec()).pools.calls == 1

@@ -17,6 +17,7 @@ from tidegate.ids import NodeId, PoolName
 from tidegate.serve.options import EngineOptions
 from tidegate.serve.pools import images_plan, images_pool
 from tidegate.serve.work import Size
+from tidegate.spec.weights import RolloutSpec
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,16 +61,27 @@ def test_a_misspelt_argument_is_refused(images: ModuleType) -> None:
 
 def test_a_plan_is_the_same_until_something_in_it_changes() -> None:
     """A gateway that starts anew must not make the arbiter build the pools anew."""
-    options = EngineOptions(threads=3, sizes=(Size(16, 8),))
-    args: dict[str, Any] = {"app": "images", "weights": "w", "options": options, "requests_per_replica": 5}
+    options, rollout = EngineOptions(threads=3, sizes=(Size(16, 8),)), RolloutSpec(prompts=("a",), seed=3)
+    args: dict[str, Any] = {
+        "app": "images",
+        "weights": "w",
+        "options": options,
+        "rollout": rollout,
+        "requests_per_replica": 5,
+    }
     args |= {"stuck_after_s": 60.0, "drain_s": 5.0}
     one, again = images_plan(**args, at_s=1.0), images_plan(**args, at_s=2.0)
     assert one.version == again.version
-    for other in ({"weights": "v"}, {"options": EngineOptions()}, {"requests_per_replica": 2}):
+    for other in (
+        {"weights": "v"},
+        {"options": EngineOptions()},
+        {"rollout": RolloutSpec()},
+        {"requests_per_replica": 2},
+    ):
         assert images_plan(**{**args, **other}, at_s=1.0).version != one.version
     pool = images_pool(NodeId("a" * 56), PoolName("pool-a"), one.args)._bound_deployment
     assert pool.ray_actor_options["label_selector"] == {"ray.io/node-id": "a" * 56}
-    assert (pool.name, pool.init_args) == ("pool-a", ("images", "w", options, 60.0))
+    assert (pool.name, pool.init_args) == ("pool-a", ("images", "w", options, rollout, 60.0))
     assert pool.max_ongoing_requests == 5
 
 

@@ -30,7 +30,7 @@ from ray.serve.config import HTTPOptions, ProxyLocation
 from stand_in import StandIn
 
 from tidegate.arbiter.client import ACTOR_NAME, NAMESPACE
-from tidegate.arbiter.messages import GatewayReport, Orders, ReplicaReport, Spillway, Weights
+from tidegate.arbiter.messages import GatewayReport, Orders, ReplicaReport, Spillway, Stage, Weights
 from tidegate.arbiter.pools_on_serve import lay_pools
 from tidegate.ids import Generation, NodeId, PoolName, pool_name, pools_app
 from tidegate.ports import free_port
@@ -217,9 +217,11 @@ def images_app() -> ModuleType:
     return module
 
 
-def export(folder: Path, seed: int) -> Path:
+def export(folder: Path, seed: int, bias: float = 0.0) -> Path:
+    """With a large `bias` every pixel ends at one end of its range."""
     config = load_model(ROOT / "jobs" / "configs" / "digits.yaml", RunConfig)
     weights = seeded(config.model, seed).state_dict()
+    weights["final_layer.linear.bias"] += bias
     write_export(folder, config.model, weights, Recipe.of(config), run="test", step=seed)
     return folder
 
@@ -419,6 +421,21 @@ def test_new_weights_are_swapped_in_and_a_corrupt_export_is_not(room: Room) -> N
     wait_until(lambda: sum("version 2" in (r.refused or "") for r in room.heard()[1].values()) == 2, 60, "refusals")
     assert serving_versions(room) == {1}
     assert room.make("a four", seed=5)[1] == swapped
+
+    blank = export(room.exports / "blank", seed=4, bias=1e4)
+    ray.get(room.arbiter.publish.remote(Weights(version=3, uri=str(blank), stage=Stage.CANARY)))
+    wait_until(lambda: refused_versions(room) == {3}, 60, "refusals")
+    assert all("has one colour" in str(report.refused) for report in room.heard()[1].values())
+    good = export(room.exports / "good", seed=5)
+    ray.get(room.arbiter.publish.remote(Weights(version=4, uri=str(good), stage=Stage.CANARY)))
+    wait_until(lambda: serving_versions(room) == {4} and len(room.heard()[1]) == 2, 60, "both replicas to swap")
+    ray.get(room.arbiter.publish.remote(Weights(version=1, uri=str(second))))
+    wait_until(lambda: serving_versions(room) == {1} and len(room.heard()[1]) == 2, 60, "both replicas to go back")
+    assert room.make("a four", seed=5)[1] == swapped
+
+
+def refused_versions(room: Room) -> set[int | None]:
+    return {report.refused_version for report in room.heard()[1].values()}
 
 
 def serving_versions(room: Room) -> set[int]:

@@ -123,6 +123,9 @@ class Arbiter:
     async def policy(self) -> Policy:
         return self._policy
 
+    async def roll_back(self, app: str) -> Weights:
+        return self._loop.roll_back(app)
+
     async def publish(self, app: str, uri: str) -> Weights:
         return self._loop.publish(app, uri)
 

@@ -27,6 +27,7 @@ from tidegate.arbiter.moves import (
     Publish,
     Release,
     RemoveGroup,
+    Roll,
     Route,
     SetTarget,
     Shed,
@@ -216,6 +217,12 @@ def apply(book: Book, move: Move) -> Book:
             return replace(book, orders=orders, generation=orders.generation)
         case Publish():
             return replace(book, weights={**book.weights, move.app: move.weights})
+        case Roll():
+            weights = book.weights.get(move.app)
+            if weights is None or weights.version != move.version:
+                return book  # others were published meanwhile
+            rolled = replace(weights, stage=move.stage, reason=move.reason)
+            return replace(book, weights={**book.weights, move.app: rolled})
         case Evict():
             claim = book.claims[move.claim]
             told = {**claim.evicted_at_s, move.gpu or move.node: move.at_s}

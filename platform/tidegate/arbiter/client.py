@@ -138,6 +138,10 @@ class ArbiterClient:
         """End every quarantine on a GPU or a node. Raises UnknownSubjectError."""
         await self._ask("pardon", subject, reason)
 
+    async def roll_back(self, app: str) -> Weights:
+        weights: Weights = await self._ask("roll_back", app)
+        return weights
+
     async def publish(self, app: str, uri: str) -> Weights:
         weights: Weights = await self._ask("publish", app, uri)
         return weights

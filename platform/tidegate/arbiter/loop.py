@@ -24,19 +24,21 @@ from tidegate.arbiter.messages import (
     Middle,
     ReplicaReport,
     Seat,
+    Stage,
     Verdict,
     Weights,
     When,
 )
 from tidegate.arbiter.middles import middles_of, place_of
-from tidegate.arbiter.moves import OPERATOR_RULE, File, Impose, Move, Pardon, Publish, Release, Unbrake
+from tidegate.arbiter.moves import OPERATOR_RULE, File, Impose, Move, Pardon, Publish, Release, Roll, Unbrake
 from tidegate.arbiter.owners import owners
 from tidegate.arbiter.preflight import check_fits
+from tidegate.arbiter.rollouts import Trial, before, next_weights, settled, told, tried
 from tidegate.arbiter.sizing import Load, LoadWatch, need
 from tidegate.arbiter.states import ENDED, ClaimState
 from tidegate.arbiter.view import GroupState, NodeSeen, PoolSeen, View, gpus_of, live_gateways, overflow
 from tidegate.clock import Clock
-from tidegate.errors import UnknownSubjectError
+from tidegate.errors import NothingToRollBackError, UnknownSubjectError
 from tidegate.ids import ClaimId, GatewayId, GpuId, NodeId, PoolName, Tier
 from tidegate.spec.policy import Policy
 from tidegate.telemetry.goodput import Span, SpanBook
@@ -108,6 +110,8 @@ class ArbiterLoop:
     """When each node's health agent reported last, by the arbiter's own clock (C190)."""
     _known: dict[ClaimId, _Known] = field(init=False, default_factory=dict)
     _ticked_s: float | None = field(init=False, default=None)
+    _trials: dict[str, Trial] = field(init=False, default_factory=dict)
+    """Who tries an application's newest weights."""
     _overflow_since_s: float | None = field(init=False, default=None)
     _watch: LoadWatch = field(init=False)
     _watched_since_s: float | None = field(init=False, default=None)
@@ -332,10 +336,25 @@ class ArbiterLoop:
 
     def publish(self, app: str, uri: str) -> Weights:
         with self._lock:
-            old = self.book.weights.get(app)
-            weights = Weights(version=old.version + 1 if old else 1, uri=uri)
+            weights = next_weights(self.book.weights.get(app), uri)
             self._commit((Publish(app=app, weights=weights),), "published", self.clock.now_s())
             return weights
+
+    def roll_back(self, app: str) -> Weights:
+        """Have the replicas serve what served before the newest weights; what they serve then.
+
+        Raises:
+            NothingToRollBackError: none were published, or they are back already.
+        """
+        with self._lock:
+            weights = self.book.weights.get(app)
+            if weights is None or weights.stage is Stage.BACK:
+                raise NothingToRollBackError(app)
+            self._roll(app, weights, Stage.BACK, "a person took them back")
+            return before(weights)
+
+    def _roll(self, app: str, weights: Weights, stage: Stage, why: str) -> None:
+        self._commit((Roll(app=app, version=weights.version, stage=stage, reason=why),), why, self.clock.now_s())
 
     def report_replica(self, app: str, report: ReplicaReport) -> Weights | None:
         before = self.replicas.get(report.replica)
@@ -344,7 +363,15 @@ class ArbiterLoop:
             said = f"serves version {report.serving_version}" if not report.refused else report.refused
             subjects = (app, report.replica, *((report.pool,) if report.pool else ()))
             self.note(JournalEntry(at_s=report.at_s, kind=REPLICA, subjects=subjects, reason=said))
-        return self.book.weights.get(app)
+        with self._lock:
+            weights = self.book.weights.get(app)
+            if weights is not None and weights.stage is Stage.CANARY:
+                trial = tried(weights, self._trials.get(app), report, self.replicas, self.clock.now_s())
+                self._trials[app] = trial
+                end = settled(weights, trial, report)
+                if end is not None:
+                    self._roll(app, weights, *end)
+            return told(self.book.weights.get(app), self._trials.get(app), report.replica)
 
     def note(self, entry: JournalEntry) -> None:
         with self._lock:

@@ -201,13 +201,30 @@ class GatewayReport:
     """Of its application's pools; None = they are not the arbiter's to build."""
 
 
+class Stage(StrEnum):
+    """How far published weights have come: canary -> out or back; what is out may still be taken back."""
+
+    CANARY = "canary"
+    """One replica tries them."""
+    OUT = "out"
+    BACK = "back"
+    """What served before serves."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
     """What the replicas of an application should serve."""
 
     version: int
+    """0: what the application was deployed with."""
     uri: str
-    """A folder written by `tidegate.train.export`."""
+    """A folder written by `tidegate.train.export`, or such a one in an object store; nothing for version 0."""
+    stage: Stage = Stage.OUT
+    before_version: int = 0
+    """What served before: 0 where nothing else was ever published and good."""
+    before_uri: str = ""
+    reason: str = ""
+    """Why they are at this stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,6 +236,7 @@ class ReplicaReport:
     serving_version: int
     refused: str | None = None
     """Why the newest version was refused, if it was; the old one keeps serving."""
+    refused_version: int | None = None
     pool: PoolName | None = None
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, assert_never
 
-from tidegate.arbiter.messages import ClaimSpec, Grant, OverBudget, PoolPlan, Spillway, Verdict, Weights
+from tidegate.arbiter.messages import ClaimSpec, Grant, OverBudget, PoolPlan, Spillway, Stage, Verdict, Weights
 from tidegate.arbiter.states import ClaimState
 from tidegate.ids import ClaimId, GatewayId, GpuId, NodeId, PoolName
 
@@ -250,6 +250,17 @@ class Publish:
     weights: Weights
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roll:
+    """Published weights go out to all replicas, or what served before them comes back."""
+
+    kind: Literal["roll"] = "roll"
+    app: str
+    version: int
+    stage: Stage
+    reason: str
+
+
 Move: TypeAlias = (
     File
     | Release
@@ -272,6 +283,7 @@ Move: TypeAlias = (
     | Spend
     | Shed
     | Publish
+    | Roll
 )
 
 
@@ -307,7 +319,7 @@ def subjects(move: Move) -> tuple[str, ...]:
             return (move.node, *((move.gpu,) if move.gpu else ()))
         case Evict():
             return (move.claim, move.node, *((move.gpu,) if move.gpu else ()))
-        case Publish():
+        case Publish() | Roll():
             return (move.app,)
         case _:
             assert_never(move)
@@ -318,6 +330,8 @@ def reason(move: Move) -> str:
     match move:
         case Release() | Advance() | Route() | SetTarget() | LayPools() | StopReplicas() | Join():
             return move.reason
+        case Roll():
+            return f"weights version {move.version} go {move.stage}: {move.reason}"
         case Lift() | Pardon() | Evict() | Brake() | Unbrake() | Spend():
             return move.reason
         case Shed():

@@ -40,6 +40,7 @@ from tidegate.arbiter.moves import (
     Publish,
     Release,
     RemoveGroup,
+    Roll,
     Route,
     SetTarget,
     Shed,
@@ -129,7 +130,19 @@ class RayFleet:
             case Pardon():
                 agent = ray.get_actor(health_agent_name(move.node), namespace=NAMESPACE)
                 ray.get(agent.set_healthy.remote(move.gpu or move.node), timeout=CALL_DEADLINE_S)
-            case File() | Release() | Advance() | Join() | Probe() | Route() | Give() | Impose() | Lift() | Publish():
+            case (
+                File()
+                | Release()
+                | Advance()
+                | Join()
+                | Probe()
+                | Route()
+                | Give()
+                | Impose()
+                | Lift()
+                | Publish()
+                | Roll()
+            ):
                 pass  # these change the book; gateways, runs and replicas fetch what they need from it
             case Brake() | Unbrake() | Spend() | Shed():
                 pass  # likewise

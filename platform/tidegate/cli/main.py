@@ -16,6 +16,7 @@ from tidegate.cli.drill import drill_commands
 from tidegate.cli.health import health_commands
 from tidegate.cli.look import look
 from tidegate.cli.options import Address, Json, says_errors
+from tidegate.errors import ModelRefusedError
 from tidegate.ids import Tier
 
 app = typer.Typer(
@@ -243,17 +244,40 @@ def pardon(
 @app.command()
 @says_errors
 def publish(
-    folder: Annotated[Path, typer.Argument(help="An export: a run's `export/`, or made by jobs/export_pipeline.py.")],
+    folder: Annotated[str, typer.Argument(help="An export: a run's `export/`, or made by jobs/export_pipeline.py.")],
     app_name: Annotated[str, typer.Option("--app", help="The Serve application.")] = "images",
     address: Address = "auto",
 ) -> None:
-    """Have the replicas serve new weights. Each replica verifies them first; refused ones leave the old serving."""
-    from tidegate.cli.connect import ask
-    from tidegate.train.export import export_id
+    """Have the replicas serve new weights, from a path that every node sees or `s3://bucket/prefix`.
 
-    export_id(folder)
-    weights = ask(address, lambda arbiter: arbiter.publish(app_name, str(folder.resolve())))
+    One replica verifies them and makes the pictures of `serving.rollout` with them; only then do the others follow.
+    Refused ones leave the old ones serving: `tidegate why APP` says why.
+    """
+    from tidegate.checkpoint.address import is_address
+    from tidegate.cli.connect import ask
+    from tidegate.serve.fetching import read_file
+    from tidegate.train.export import MANIFEST, export_id
+
+    if not is_address(folder):
+        folder = str(Path(folder).resolve())
+        export_id(Path(folder))
+    elif read_file(folder, MANIFEST) is None:
+        raise ModelRefusedError(folder, f"{MANIFEST}: not there")
+    weights = ask(address, lambda arbiter: arbiter.publish(app_name, folder))
     typer.echo(f"version {weights.version} is published: {weights.uri}")
+
+
+@app.command()
+@says_errors
+def rollback(
+    app_name: Annotated[str, typer.Option("--app", help="The Serve application.")] = "images",
+    address: Address = "auto",
+) -> None:
+    """Take the newest weights back: the replicas serve what served before them."""
+    from tidegate.cli.connect import ask
+
+    weights = ask(address, lambda arbiter: arbiter.roll_back(app_name))
+    typer.echo(f"back to version {weights.version}: {weights.uri or 'what the application was deployed with'}")
 
 
 @app.command()

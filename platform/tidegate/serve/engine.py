@@ -21,7 +21,7 @@ from tidegate.serve.work import Partial, Size, UnfitError
 
 
 @dataclass(frozen=True, slots=True)
-class _Ready:
+class Ready:
     loaded: Loaded
     warm: Warm
 
@@ -71,17 +71,18 @@ class Engine:
         cancelled: Callable[[], bool] = lambda: False,
         partials: int = 0,
         show: Callable[[Partial], None] | None = None,
+        ready: Ready | None = None,
     ) -> Future[Made]:
         """Have pictures made, one for each prompt and its seed: PNGs, and the seconds of device time they took.
 
         `cancelled` is asked between steps; then the future raises `tidegate.train.sample.Cancelled`. `show` is called
         from another thread, with up to `partials` unfinished pictures of each. Pictures are made with the weights that
-        serve now, whatever is swapped in meanwhile.
+        serve now, or with `ready`, whatever is swapped in meanwhile.
 
         Raises:
             UnfitError: the size isn't made here, or doesn't fit into memory.
         """
-        ready = self._ready
+        ready = ready or self._ready
         size = ready.loaded.painter.sizes[0] if size is None else size
         if size not in ready.warm.buckets:
             raise UnfitError(
@@ -116,9 +117,18 @@ class Engine:
         Raises:
             ModelRefusedError: it is incomplete, corrupt, or makes another kind of picture. The old one keeps serving.
         """
-        self._ready = self.stage(folder)  # orders at work have their own hold on the old one, and end with it
+        self.serve(self.stage(folder))
 
-    def stage(self, folder: Path) -> _Ready:
+    def serve(self, ready: Ready) -> None:
+        """From the next request on. Orders at work have their own hold on the old one, and end with it."""
+        self._ready = ready
+
+    def stage(self, folder: Path) -> Ready:
+        """Load, verify and warm another folder, for `serve`; it makes pictures for whoever submits with it.
+
+        Raises:
+            ModelRefusedError: as `swap`.
+        """
         now, then = self._ready.loaded, load(folder, self._device, self._options)
         ours, theirs = (one.recipe.image if one.recipe else one.painter.sizes for one in (now, then))
         if ours != theirs:
@@ -131,7 +141,7 @@ class Engine:
         """End its thread; what it had at work fails."""
         self._studio.close()
 
-    def _made_ready(self, folder: Path, loaded: Loaded, before: Warm | None) -> _Ready:
+    def _made_ready(self, folder: Path, loaded: Loaded, before: Warm | None) -> Ready:
         room = Room(
             limit_bytes(self._device, self._options.memory_bytes),
             held_bytes(self._device) + self._options.embeddings_bytes,
@@ -139,4 +149,4 @@ class Engine:
         warm = warm_up(loaded.painter, self._options.batch_max, room, self._device, before)
         if not warm.buckets:
             raise ModelRefusedError(str(folder), f"no size of it fits: {'; '.join(warm.unfit.values())}")
-        return _Ready(loaded, warm)
+        return Ready(loaded, warm)

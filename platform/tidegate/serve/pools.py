@@ -24,6 +24,7 @@ from tidegate.serve.flow import Showing
 from tidegate.serve.options import EngineOptions
 from tidegate.serve.replica import ImagesReplica
 from tidegate.serve.work import EngineFailedError, ImageJob, Made, Partial, PoolBusyError, PoolLostError, UnfitError
+from tidegate.spec.weights import RolloutSpec
 
 _LOG = logging.getLogger("ray.serve")
 
@@ -40,6 +41,7 @@ def images_plan(
     app: str,
     weights: str,
     options: EngineOptions,
+    rollout: RolloutSpec,
     requests_per_replica: int,
     stuck_after_s: float,
     drain_s: float,
@@ -50,6 +52,7 @@ def images_plan(
         "app": app,
         "weights": weights,
         "options": _OPTIONS.dump_json(options).decode(),
+        "rollout": rollout.model_dump_json(),
         "requests_per_replica": requests_per_replica,
         "stuck_after_s": stuck_after_s,
         "drain_s": drain_s,
@@ -59,9 +62,9 @@ def images_plan(
 
 def images_pool(node: NodeId, pool: PoolName, args: Mapping[str, Any]) -> serve.Application:
     here = pinned(ImagesReplica, node, pool, args["drain_s"])
-    options = _OPTIONS.validate_json(args["options"])
+    options, rollout = _OPTIONS.validate_json(args["options"]), RolloutSpec.model_validate_json(args["rollout"])
     return here.options(max_ongoing_requests=args["requests_per_replica"]).bind(
-        args["app"], args["weights"], options, args["stuck_after_s"]
+        args["app"], args["weights"], options, rollout, args["stuck_after_s"]
     )
 
 
@@ -119,12 +122,16 @@ class RayPools:
 
     async def make_shown(self, pool: PoolName, job: ImageJob, timeout_s: float, show: Showing) -> Made:
         response = self._handle(pool).options(method_name="make_shown", stream=True).remote(job)
+        made: Made | None = None
         async with _answering(pool, response, timeout_s):
-            async for item in response:
+            async for item in response:  # to its end: then the replica's slot is known to be free
                 if isinstance(item, Made):
-                    return item
-                await show(item)
-        raise PoolLostError("the replica's stream ended without a picture")
+                    made = item
+                else:
+                    await show(item)
+        if made is None:
+            raise PoolLostError("the replica's stream ended without a picture")
+        return made
 
     def _handle(self, pool: PoolName) -> DeploymentHandle:
         try:

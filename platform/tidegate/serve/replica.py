@@ -8,21 +8,24 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ray import serve
 from ray.serve.schema import LoggingConfig
 
 from tidegate.arbiter.client import ArbiterClient
-from tidegate.arbiter.messages import ReplicaReport, Weights
+from tidegate.arbiter.messages import ReplicaReport, Stage, Weights
 from tidegate.errors import ModelRefusedError, NoArbiterError
 from tidegate.ids import PoolName
 from tidegate.serve.options import EngineOptions
+from tidegate.serve.rehearsal import problem
 from tidegate.serve.work import ImageJob, Made, Partial
+from tidegate.spec.weights import RolloutSpec
 
 if TYPE_CHECKING:
-    from tidegate.serve.engine import Engine
+    from tidegate.serve.engine import Engine, Ready
+
+T = TypeVar("T")
 
 REPORT_S = 1.0
 """Between two words with the arbiter."""
@@ -35,28 +38,30 @@ _LOG = logging.getLogger("ray.serve")
 
 @serve.deployment(max_ongoing_requests=MAX_ONGOING, logging_config=LoggingConfig(enable_access_log=False))
 class ImagesReplica:
-    """Serves the newest published weights, or `folder` where none are published or they are refused."""
+    """Serves what the arbiter tells it to of what is published, or `folder` where nothing is or all is refused."""
 
     async def __init__(  # type: ignore[misc]
-        self, app: str, folder: str, options: EngineOptions, stuck_after_s: float
+        self, app: str, folder: str, options: EngineOptions, rollout: RolloutSpec, stuck_after_s: float
     ) -> None:
         # Serve awaits a constructor that is a coroutine.
         self._app, self._stuck_after_s = app, stuck_after_s
+        self._ready = False
         replica = serve.get_replica_context().replica_id
         self._name, self._pool = replica.unique_id, PoolName(replica.deployment_id.name)
         self._arbiter = ArbiterClient(timeout_s=2.0)
-        self._version = 0
-        """0 = `folder`; published ones count from 1."""
-        self._tried = 0
-        """The newest version that was loaded or refused."""
-        self._refused: str | None = None
+        self._weights = Weights(version=0, uri=folder)
+        """What serves; version 0 is `folder`, published ones count from 1."""
+        self._refusals: dict[int, str] = {}
+        """Why, by version: what was refused is not tried again."""
+        self._folder, self._options, self._rollout = folder, options, rollout
         # The engine has a thread of its own; this one loads new weights meanwhile.
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="weights")
+        self._loading: asyncio.Task[None] | None = None
         published = await self._report()
-        self._engine = await asyncio.get_running_loop().run_in_executor(
-            self._loader, self._first_engine, Path(folder), options, published
-        )
+        # Loading can take minutes, in which a replica that says nothing is taken for lost.
         self._reporting = asyncio.get_running_loop().create_task(self._report_for_ever())
+        self._engine = await self._in_loader(self._first_engine, published)
+        self._ready = True
 
     def reconfigure(self, config: dict[str, str]) -> None:
         """Names the plan that this was built by; Serve keeps it to show it."""
@@ -111,48 +116,90 @@ class ImagesReplica:
         if self._reporting.done():
             raise RuntimeError(f"the report loop ended: {self._reporting.exception()!r}")
 
-    def _first_engine(self, folder: Path, options: EngineOptions, published: Weights | None) -> Engine:
-        from tidegate.serve.engine import Engine  # here, so that building the app imports no torch
+    async def _in_loader(self, call: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._loader, call, *args)
 
-        if published is not None:
-            self._tried = published.version
+    def _first_engine(self, published: Weights | None) -> Engine:
+        """What is published, else what was before it, else what the application was deployed with."""
+        from tidegate.serve.engine import Engine  # here, so that building the app imports no torch
+        from tidegate.serve.fetching import fetched
+
+        deployed = self._weights
+        before = [Weights(version=published.before_version, uri=published.before_uri)] if published else []
+        for weights in (*([published] if published else []), *before):
+            if weights.version == 0:
+                continue
             try:
-                engine = Engine(Path(published.uri), options)
+                engine = Engine(fetched(weights.uri), self._options)
+                if weights.stage is Stage.CANARY:
+                    self._rehearse(weights, engine, None)
             except ModelRefusedError as error:
-                self._refuse(published, error)
+                self._refuse(weights, error)
             else:
-                self._version = published.version
+                self._weights = weights
                 return engine
-        return Engine(folder, options)
+        return Engine(fetched(deployed.uri), self._options)
 
     async def _report_for_ever(self) -> None:
         while True:
             await asyncio.sleep(REPORT_S)
-            weights = await self._report()
-            if weights is not None and weights.version > self._tried:
-                await asyncio.get_running_loop().run_in_executor(self._loader, self._swap, weights)
-                await self._report()
+            told = await self._report()
+            idle = self._loading is None or self._loading.done()
+            if told is None or not self._ready or not idle:
+                continue
+            if told.version != self._weights.version and told.version not in self._refusals:
+                self._loading = asyncio.get_running_loop().create_task(self._change(told))
+
+    async def _change(self, weights: Weights) -> None:
+        await self._in_loader(self._swap, weights)
+        await self._report()
 
     def _swap(self, weights: Weights) -> None:
-        self._tried = weights.version
+        from tidegate.serve.fetching import fetched
+
         try:
-            self._engine.swap(Path(weights.uri))
+            staged = self._engine.stage(fetched(weights.uri if weights.version else self._folder))
+            if weights.stage is Stage.CANARY:
+                self._rehearse(weights, self._engine, staged)
         except ModelRefusedError as error:
             self._refuse(weights, error)
+        except Exception as error:  # no memory for both, a bug of a library: what serves keeps serving
+            _LOG.exception("replica %s: weights %d could not be loaded", self._name, weights.version)
+            self._refuse(weights, ModelRefusedError(weights.uri, f"could not be loaded: {error}"[:300]))
         else:
-            self._version, self._refused = weights.version, None
+            self._engine.serve(staged)
+            self._weights = weights
             _LOG.info("replica %s serves weights %d from %s", self._name, weights.version, weights.uri)
 
+    def _rehearse(self, weights: Weights, engine: Engine, staged: Ready | None) -> None:
+        """Make the canary's pictures with `staged` and with what serves, or with a first engine alone.
+
+        Raises:
+            ModelRefusedError: they are not fit to be seen, or could not be made.
+        """
+        prompts, seed = self._rollout.prompts, self._rollout.seed
+        seeds = range(seed, seed + len(prompts))
+        try:
+            new, _ = engine.submit(prompts, seeds, ready=staged).result()
+            old = engine.submit(prompts, seeds).result()[0] if staged else ()
+        except Exception as error:
+            raise ModelRefusedError(weights.uri, f"its pictures could not be made: {error}") from error
+        wrong = problem(new, old, self._rollout)
+        if wrong is not None:
+            raise ModelRefusedError(weights.uri, wrong)
+
     def _refuse(self, weights: Weights, error: ModelRefusedError) -> None:
-        self._refused = f"version {weights.version}: {error}"
-        _LOG.warning("replica %s: %s", self._name, error)
+        self._refusals[weights.version] = f"version {weights.version}: {error}"
+        _LOG.warning("replica %s: %s", self._name, self._refusals[weights.version])
 
     async def _report(self) -> Weights | None:
+        newest = max(self._refusals, default=0)
         report = ReplicaReport(
             replica=self._name,
             at_s=time.time(),
-            serving_version=self._version,
-            refused=self._refused,
+            serving_version=self._weights.version,
+            refused=self._refusals[newest] if newest > self._weights.version else None,
+            refused_version=newest if newest > self._weights.version else None,
             pool=self._pool,
         )
         try:

@@ -62,11 +62,13 @@ def _measure(
     """Run one shape, and note its time and memory; why it doesn't fit, where the device says so itself."""
     run = _shape(painter, size, pictures)
     try:
-        taken_bytes = _peak_bytes(device, run)
+        if room.limit_bytes is None:
+            run()
+        else:
+            room.measured(size, pictures, _peak_bytes(device, run))
     except torch.OutOfMemoryError as error:
         torch.cuda.empty_cache()
         return str(error)[:200]
-    room.measured(size, pictures, taken_bytes)
     times = []
     for _ in range(_TIMED):
         began_s = time.perf_counter()
@@ -121,7 +123,7 @@ def _peak_bytes(device: torch.device, run: Callable[[], None]) -> int:
         before_bytes = torch.cuda.memory_allocated(device)
         run()
         return torch.cuda.max_memory_allocated(device) - before_bytes
-    # The process's own peak says little: its allocator has room left over from before.
+    # Not the process's own peak, which says little: its allocator has room left over from before.
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         run()
     results = seen.profiler.kineto_results if seen.profiler else None

@@ -18,6 +18,7 @@ from tidegate.spec.jobs import JobsSpec
 from tidegate.spec.providers import CanarySpec, ProviderSpec
 from tidegate.spec.redis import RedisSpec as RedisSpec
 from tidegate.spec.tenants import TenantSpec
+from tidegate.spec.weights import RolloutSpec
 
 
 class ArbiterSpec(Model):
@@ -74,6 +75,7 @@ class ServingSpec(Model):
     """Replicas that come home at once when training ends."""
     return_dwell_s: SecondsOrZero = 2.0
     """Rest between two such steps, counted from the last replica being ready."""
+    rollout: RolloutSpec = RolloutSpec()
     reclaim_after_s: Seconds = 5.0
     """When requests have overflowed for so long, claims of classes below `serving` leave. They get GPUs that replicas
     hold only as far as these were idle over the last minute, and one busy replica more than that always stays."""
