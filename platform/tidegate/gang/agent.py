@@ -25,9 +25,10 @@ from tidegate.arbiter.client import NAMESPACE
 from tidegate.arbiter.view import DOMAIN_LABEL
 from tidegate.errors import TidegateError
 from tidegate.gang import beat
+from tidegate.gang.bell import Bell
 from tidegate.gang.copies import NodeCopies
 from tidegate.gang.events import Beaten
-from tidegate.gang.plan import Member, Plan, RankBeat, Reply, Slot
+from tidegate.gang.plan import NEWS_WAIT_S, Gist, Member, Plan, RankBeat, Reply, Slot
 from tidegate.gang.rank import RankJob, rank_main
 from tidegate.gang.warm_node import no_main_module, use_warm
 from tidegate.ids import Generation, NodeId
@@ -86,7 +87,10 @@ class NodeAgent:
     ranks: list[_Rank] = field(init=False, default_factory=list)
     _coordinator: Any = field(init=False, default=None)
     """Kept: with it the coordinator is reached also while the head, who knows names, is away."""
+    _bell: Bell | None = field(init=False, default=None)
     _heard_s: float = field(init=False, default_factory=time.monotonic)
+    _known: Gist = field(init=False, default=Reply().gist)
+    """Of the newest reply."""
     _copies: NodeCopies | None = field(init=False, default=None)
     """None: the run keeps none in memory."""
 
@@ -106,8 +110,10 @@ class NodeAgent:
             self._copies = NodeCopies(self.node, self.job.config.name, Path(self.job.run_dir), self.job.secret)
         try:
             self._join({"process_at_s": process_began_s(), "began_at_s": began_s, "warm": float(warm)})
+            self._bell = Bell(self._wait_for_news, self.job.heartbeat_s)
             while True:
                 reply = self._beat()
+                self._bell.taken_in()
                 if reply is not None and self._obey(reply, context):
                     self._kill()
                     if self._copies is not None:
@@ -116,6 +122,8 @@ class NodeAgent:
                 self._wait()
         finally:
             self._kill()
+            if self._bell is not None:
+                self._bell.close()
             if self._copies is not None:
                 self._copies.close()
             assert undertaker.stdin is not None
@@ -160,7 +168,16 @@ class NodeAgent:
             ranks=tuple(rank.beat() for rank in self.ranks),
         )
         reply: Reply | None = self._ask("beat", report)
+        if reply is not None:
+            self._known = reply.gist
         return reply
+
+    def _wait_for_news(self) -> bool:
+        """In the bell's thread."""
+        coordinator = ray.get_actor(self.job.coordinator, namespace=NAMESPACE)
+        asked = coordinator.news.remote(self.node, self.name, self._known)
+        news: bool = ray.get(asked, timeout=NEWS_WAIT_S + ANSWER_DEADLINE_S)
+        return news
 
     def _ask(self, method: str, argument: object) -> Any:
         """Call the coordinator; None when it does not answer. The ranks train on without it for a while."""
@@ -208,10 +225,8 @@ class NodeAgent:
 
     def _wait(self) -> None:
         alive = [rank.process.sentinel for rank in self.ranks if rank.process.exitcode is None]
-        if alive:
-            wait(alive, timeout=self.job.heartbeat_s)
-        else:
-            time.sleep(self.job.heartbeat_s)
+        assert self._bell is not None
+        wait([*alive, self._bell.ear], timeout=self.job.heartbeat_s)
 
     def _kill(self) -> None:
         for rank in self.ranks:
