@@ -2,8 +2,8 @@
 
 The agent runs as on a node, with all its sources, in a process of its own for each round: the real nvidia-ml-py over
 the fake NVML library, a sysfs tree of real files, a kernel log that is followed. The arbiter only takes its reports,
-and no Ray is there: the series are worked out but not handed to Ray's metrics. CPU is that of the whole process, the
-fake library's own work and every thread included.
+and no Ray is there: the series are worked out but not handed to Ray's metrics. The event loop is uvloop's, as that of
+Ray's actors. CPU is that of the whole process, the fake library's own work and every thread included.
 
 Its growth with GPUs is the exponent over 1, 2, 4, 8 and 16 of them, from looks that follow each other without a rest.
 
@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+import uvloop
 from benchmarks.contract import Metric, figure, growth_exponent, publish
 
 from tidegate.arbiter.messages import HealthReport
@@ -181,8 +182,8 @@ def here(what: str, gpus: int) -> str:
     with tempfile.TemporaryDirectory(prefix="tg-agent-cost-") as folder:
         spec = machine(Path(folder), gpus)
         if what == "second":
-            return " ".join(str(number) for number in asyncio.run(at_one_a_second(spec)))
-        return str(asyncio.run(in_a_row(spec)))
+            return " ".join(str(number) for number in uvloop.run(at_one_a_second(spec)))
+        return str(uvloop.run(in_a_row(spec)))
 
 
 def measure(rounds: int) -> dict[str, Metric]:

@@ -37,6 +37,7 @@ NAMES = (
     "steady_tax",
     "loader",
     "agent_cost",
+    "hot_gpu",
     "checkpoint_stall",
     "checkpoint_save",
     "checkpoint_restore",

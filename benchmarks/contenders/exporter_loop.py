@@ -79,11 +79,13 @@ def main() -> None:
     parser.add_argument("--limit", type=float, required=True)
     parser.add_argument("--collect-every", type=float, required=True)
     parser.add_argument("--scrape-every", type=float, required=True)
+    parser.add_argument("--scrape-after", type=float, default=0.0, help="seconds from collecting to scraping")
     arguments = parser.parse_args()
     server = ThreadingHTTPServer(("127.0.0.1", 0), Page)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     threading.Thread(target=collect, args=(arguments.library, arguments.collect_every), daemon=True).start()
     print("up", flush=True)
+    time.sleep(arguments.scrape_after)
     watch(f"http://127.0.0.1:{server.server_port}/", arguments.scrape_every, arguments.limit, arguments.victims)
 
 

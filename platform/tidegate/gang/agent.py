@@ -27,9 +27,10 @@ from tidegate.arbiter.client import NAMESPACE
 from tidegate.arbiter.view import DOMAIN_LABEL
 from tidegate.errors import TidegateError
 from tidegate.gang import beat
+from tidegate.gang.bell import Bell
 from tidegate.gang.copies import NodeCopies
 from tidegate.gang.events import Beaten
-from tidegate.gang.plan import Member, Plan, RankBeat, Reply, Slot, Stacks
+from tidegate.gang.plan import NEWS_WAIT_S, Gist, Member, Plan, RankBeat, Reply, Slot, Stacks
 from tidegate.gang.rank import RankJob, rank_main
 from tidegate.gang.stacks import py_spy, stacks_of
 from tidegate.gang.warm_node import no_main_module, use_warm
@@ -89,7 +90,10 @@ class NodeAgent:
     ranks: list[_Rank] = field(init=False, default_factory=list)
     _coordinator: Any = field(init=False, default=None)
     """Kept: with it the coordinator is reached also while the head, who knows names, is away."""
+    _bell: Bell | None = field(init=False, default=None)
     _heard_s: float = field(init=False, default_factory=time.monotonic)
+    _known: Gist = field(init=False, default=Reply().gist)
+    """Of the newest reply."""
     _copies: NodeCopies | None = field(init=False, default=None)
     """None: the run keeps none in memory."""
     _stacks_dir: Path = field(init=False)
@@ -114,8 +118,10 @@ class NodeAgent:
         self._stacks_dir = Path(tempfile.mkdtemp(prefix="tidegate-stacks-"))
         try:
             self._join({"process_at_s": process_began_s(), "began_at_s": began_s, "warm": float(warm)})
+            self._bell = Bell(self._wait_for_news, self.job.heartbeat_s)
             while True:
                 reply = self._beat()
+                self._bell.taken_in()
                 if reply is not None and self._obey(reply, context):
                     self._kill()
                     if self._copies is not None:
@@ -124,6 +130,8 @@ class NodeAgent:
                 self._wait()
         finally:
             self._kill()
+            if self._bell is not None:
+                self._bell.close()
             shutil.rmtree(self._stacks_dir, ignore_errors=True)
             if self._copies is not None:
                 self._copies.close()
@@ -182,7 +190,16 @@ class NodeAgent:
             ranks=tuple(rank.beat() for rank in self.ranks),
         )
         reply: Reply | None = self._ask("beat", report)
+        if reply is not None:
+            self._known = reply.gist
         return reply
+
+    def _wait_for_news(self) -> bool:
+        """In the bell's thread."""
+        coordinator = ray.get_actor(self.job.coordinator, namespace=NAMESPACE)
+        asked = coordinator.news.remote(self.node, self.name, self._known)
+        news: bool = ray.get(asked, timeout=NEWS_WAIT_S + ANSWER_DEADLINE_S)
+        return news
 
     def _ask(self, method: str, argument: object) -> Any:
         """Call the coordinator; None when it does not answer. The ranks train on without it for a while."""
@@ -231,10 +248,8 @@ class NodeAgent:
 
     def _wait(self) -> None:
         alive = [rank.process.sentinel for rank in self.ranks if rank.process.exitcode is None]
-        if alive:
-            wait(alive, timeout=self.job.heartbeat_s)
-        else:
-            time.sleep(self.job.heartbeat_s)
+        assert self._bell is not None
+        wait([*alive, self._bell.ear], timeout=self.job.heartbeat_s)
 
     def _kill(self) -> None:
         for rank in self.ranks:

@@ -40,9 +40,9 @@ from tidegate.gang.host import end_host, find_host, start_host
 from tidegate.gang.kept import Kept, read_kept, same_to_keep, write_kept
 from tidegate.gang.order import RunOrder, RunStatus, accepts, clocks_problem, differences, mesh_problem
 from tidegate.gang.placing import away_from_head, is_ready, spare_nodes
-from tidegate.gang.plan import Formation, Member, Reply, Stacks
+from tidegate.gang.plan import NEWS_WAIT_S, Formation, Gist, Member, Reply, Stacks
 from tidegate.gang.report import Gauges, report_of, status_of
-from tidegate.gang.shape import ENDED, Gang, Note, Status, is_member, reply_to
+from tidegate.gang.shape import ENDED, Gang, Note, Status, is_asked_to_save, is_member, reply_to
 from tidegate.gang.stacks import innermost
 from tidegate.gang.states import advance
 from tidegate.gang.warm_node import start_warm
@@ -76,6 +76,8 @@ class Coordinator:
         self._journal = self._run_dir / JOURNAL
         self._arbiter = ArbiterClient()
         self._changed = asyncio.Event()
+        self._moved: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done, and another one in its place, when agents have something new to do."""
         self._starting = asyncio.Lock()
         self._gauges = Gauges(self._run)
         self._kept, self._generation = read_kept(self._run_dir, ray.get_runtime_context().get_actor_id())
@@ -132,6 +134,21 @@ class Coordinator:
         self._happen(report)
         gang = self._kept.gang
         return reply_to(gang, report.node, report.agent) if gang is not None else Reply(stale=True)
+
+    async def news(self, node: NodeId, agent: str, known: Gist) -> bool:
+        """Return when the reply to this agent's next beat is another than the `known` one; False if it isn't for long.
+
+        So what concerns an agent reaches it at once, and beats need not be frequent."""
+        loop = asyncio.get_running_loop()
+        ends_s = loop.time() + NEWS_WAIT_S
+        while True:
+            gang, moved = self._kept.gang, self._moved
+            reply = reply_to(gang, node, agent) if gang is not None else Reply(stale=True)
+            if reply.gist != known:
+                return True
+            if loop.time() >= ends_s:
+                return False
+            await asyncio.wait((moved,), timeout=ends_s - loop.time())
 
     async def cleared(self, what: tuple[NodeId, Generation, float]) -> None:
         node, generation, at_s = what
@@ -351,8 +368,12 @@ class Coordinator:
         self._keep(replace(self._kept, gang=gang))
         for note in notes:
             self._write(note)
-        if before.status is not gang.status or before.plan is not gang.plan:
+        other = before.status is not gang.status or before.plan is not gang.plan
+        if other:
             self._changed.set()
+        if other or is_asked_to_save(before) != is_asked_to_save(gang):
+            moved, self._moved = self._moved, asyncio.get_running_loop().create_future()
+            moved.set_result(None)
 
     def _stop_if_told(self) -> None:
         if self._kept.stop_reason is not None:
@@ -421,7 +442,7 @@ def start_coordinator(order: RunOrder, *, off_head: bool = True) -> Any:
             get_if_exists=True,
             max_restarts=-1,
             num_cpus=0,
-            max_concurrency=1000,
+            max_concurrency=10_000,  # one call of each node waits for news
             **away_from_head(off_head),
         )
         .remote(order)

@@ -92,6 +92,12 @@ class RankBeat:
     """The kernel's letter for its main thread: R runs, S sleeps, D waits for a device, T is stopped."""
 
 
+NEWS_WAIT_S = 5.0
+"""So long an agent's question for news is kept open."""
+Gist = tuple[Generation | None, bool, bool, bool, bool]
+"""What of a reply must differ for an agent to have something new to do."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
     """The coordinator's answer to a beat: what the agent holds until it hears otherwise."""
@@ -108,6 +114,11 @@ class Reply:
     """The gang has ended or left its nodes: the agent ends well."""
     stale: bool = False
     """Another agent speaks for the node, or the gang stands elsewhere: this one must go."""
+
+    @property
+    def gist(self) -> Gist:
+        generation = self.plan.generation if self.plan is not None else None
+        return (generation, self.clear, self.stop, self.over, self.stale)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
