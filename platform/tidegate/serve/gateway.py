@@ -21,7 +21,7 @@ from tidegate.serve.canaries import Canaries
 from tidegate.serve.desk import Desk
 from tidegate.serve.door import Door
 from tidegate.serve.flow import Flow
-from tidegate.serve.job_runner import open_jobs
+from tidegate.serve.job_opening import open_jobs
 from tidegate.serve.ledger import Ledger
 from tidegate.serve.pools import RayPools
 from tidegate.serve.providers import connect

@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import json
 import logging
-import os
 import random
 import uuid
 from collections.abc import Callable, Coroutine
@@ -16,7 +15,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx
 
-from tidegate.ids import GatewayId
 from tidegate.serve.api import ApiError, ImagesBody, parse_body
 from tidegate.serve.callers import Caller, Callers
 from tidegate.serve.desk import Desk, pictures_in
@@ -26,7 +24,6 @@ from tidegate.serve.pictures import images_answer
 from tidegate.serve.repeats import KEY_CHARS_MAX
 from tidegate.serve.webhooks import delay_s, deliver, event, event_id, origin_of, signed
 from tidegate.spec.jobs import JobsSpec
-from tidegate.spec.policy import Policy
 
 if TYPE_CHECKING:
     from tidegate.serve.redis_job_store import RedisJobStore
@@ -273,22 +270,6 @@ class Jobs:
 
     async def _in_store(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, call)
-
-
-def open_jobs(policy: Policy, desk: Desk, callers: Callers, gateway: GatewayId) -> Jobs:
-    """This gateway's jobs. The owner's name is new for each process: one that comes back is another one."""
-    spec = policy.jobs
-    owner = f"{gateway}/{os.getpid()}/{uuid.uuid4().hex[:8]}"
-    return Jobs(spec, _store(policy, owner), desk, callers)
-
-
-def _store(policy: Policy, owner: str) -> JobStore | RedisJobStore:
-    redis, lease_s = policy.gateway_redis, policy.jobs.lease_s
-    if redis is None:
-        return JobStore(policy.jobs.store_path or policy.arbiter.state_path / "jobs.sqlite", owner, lease_s)
-    from tidegate.serve.redis_job_store import RedisJobStore, connect_redis  # an extra: only where it is configured
-
-    return RedisJobStore(connect_redis(redis, os.environ), redis.namespace, owner, lease_s)
 
 
 async def _ended(*tasks: asyncio.Task[None]) -> None:

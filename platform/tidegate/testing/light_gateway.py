@@ -29,7 +29,7 @@ from tidegate.serve.callers import open_callers
 from tidegate.serve.desk import Desk
 from tidegate.serve.door import Door
 from tidegate.serve.flow import Flow, Showing
-from tidegate.serve.job_runner import open_jobs
+from tidegate.serve.job_opening import open_jobs
 from tidegate.serve.ledger import Ledger, Outcome
 from tidegate.serve.providers import connect
 from tidegate.serve.router_registry import PoolSeen
