@@ -298,6 +298,44 @@ def _retrain(machine: Machine, now: int) -> None:
     machine.levels[S.IB_PORT_STATE, PORTS[2]] = 2 if 0 <= now < 4 else 4
 
 
+def _saturates(machine: Machine, now: int) -> None:
+    """Registers that have been full for months, as on a real H100 host: nothing happens."""
+    full = {S.IB_SYMBOL_ERRORS: 65_535, S.IB_LINK_RECOVERIES: 255, S.IB_LINK_DOWNED: 255}
+    for port in PORTS:
+        machine.levels.update({(signal, port): float(ceiling) for signal, ceiling in full.items()})
+
+
+def _cleared(machine: Machine, now: int) -> None:
+    """Somebody clears them with `perfquery -R`."""
+    for port in PORTS:
+        for signal in (S.IB_SYMBOL_ERRORS, S.IB_LINK_RECOVERIES, S.IB_LINK_DOWNED):
+            machine.levels[signal, port] = 200.0 if now < 0 else 0.0
+
+
+def _margin_lies(machine: Machine, now: int) -> None:
+    """H100s have been seen to say 0 and less while cool (gpud)."""
+    machine.levels[S.GPU_TEMPERATURE, machine.odd()] = 41.0
+    machine.levels[S.GPU_MARGIN, machine.odd()] = -3.0 if now >= 0 else 24.0
+
+
+def _another_program_crashes(machine: Machine, now: int) -> None:
+    """Xid 13 twice, of a program that is wrong and not of a chip: at two places (C146)."""
+    if now in (0, 200):
+        machine.xid(
+            13, f"Graphics SM Warp Exception on (GPC {now // 100}, TPC {now // 200}, SM 1): Out Of Range Address"
+        )
+
+
+def _idle_rank(machine: Machine, now: int) -> None:
+    """It waits for data: no work, and the clock and power of one that does none."""
+    idle = now >= 0 and now // 15 % 4 == 0
+    for signal, value in ((S.GPU_TENSOR_ACTIVE, 0.0), (S.GPU_SM_ACTIVE, 0.0), (S.GPU_POWER, 130.0)):
+        if idle:
+            machine.levels[signal, machine.odd()] = value
+        else:
+            machine.levels.pop((signal, machine.odd()), None)
+
+
 NOISE: tuple[Kind, ...] = (
     Kind(name="quiet", episode=_nothing_to_see, per_node_day=1.0),
     Kind(name="blanks", episode=_blanks, per_node_day=0.05),
@@ -311,4 +349,9 @@ NOISE: tuple[Kind, ...] = (
     Kind(name="DCGM says 0", episode=_zero_of_dcgm, per_node_day=0.01),
     Kind(name="two timeouts", episode=_timeout_once, per_node_day=0.02),
     Kind(name="one link retrain", episode=_retrain, per_node_day=0.02),
+    Kind(name="full registers", episode=_saturates, per_node_day=0.1),
+    Kind(name="registers cleared", episode=_cleared, per_node_day=0.01),
+    Kind(name="margin of a cool GPU", episode=_margin_lies, per_node_day=0.01),
+    Kind(name="program crash at two places", episode=_another_program_crashes, per_node_day=0.02),
+    Kind(name="a rank that waits for data", episode=_idle_rank, per_node_day=0.1),
 )

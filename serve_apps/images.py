@@ -1,24 +1,21 @@
-"""The images application: one pool of GPU replicas for each node that has GPUs, and the gateway before them.
+"""The images application: the gateway, and the plan by which the arbiter gives each GPU node its pool of replicas.
 
 tidegate up --app serve_apps/images.yaml     # or: serve deploy serve_apps/images.yaml
 """
 
 import math
+import time
 from pathlib import Path
-from typing import Any
 
-import ray
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from ray import serve
-from ray.serve.config import RequestRouterConfig
 
-from tidegate.ids import NodeId, pool_name
-from tidegate.serve.admission import Limits
+from tidegate.serve.about import look_at
+from tidegate.serve.admission import Limits, parse_size
 from tidegate.serve.gateway import Gateway
-from tidegate.serve.replica import ImagesReplica
-from tidegate.serve.work import Size
+from tidegate.serve.options import EngineOptions
+from tidegate.serve.pools import images_plan
 from tidegate.spec.load import load_policy
-from tidegate.train.recipe import Recipe
 
 # No `from __future__ import annotations` here: Serve reads `build`'s annotation to check the arguments.
 
@@ -27,7 +24,8 @@ class ImagesArgs(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     weights: str
-    """A folder written by `jobs/export_pipeline.py`; every node must see it under this path."""
+    """A folder written by `jobs/export_pipeline.py`, or any pipeline that diffusers saved; every node must see it under
+    this path. Or `s3://bucket/prefix`: each node fetches it."""
     model: str = "tidegate-digits"
     """The name that clients ask for."""
     quality_steps: dict[str, int] = Field(default_factory=dict)
@@ -43,11 +41,33 @@ class ImagesArgs(BaseModel):
     gateway_labels: dict[str, str] = Field(default_factory=dict)
     """Node labels, as in Ray's label selectors: where gateways may run. Empty = anywhere. A gateway's own requests die
     with its node, so keep them off machines that are likely to be lost."""
-    nodes: list[str] | None = None
-    """Ray ids of the nodes that get a pool; none = those that live now. `tidegate up --redeploy` fills it in."""
+    deployed_at_s: float | None = None
+    """Filled in by `tidegate up --redeploy`, so that Serve builds anew what has not changed."""
     threads_per_replica: int = Field(default=1, ge=1)
+    sizes: list[str] = Field(default_factory=list)
+    """What is made, `[1024x1024, 1280x768]`, the first by default; none = the one that the weights were made for. Each
+    is compiled and warmed before a replica is ready."""
+    batch_max: int = Field(default=4, ge=1, le=64)
+    """Pictures stepped at once, at most. Warm-up measures whether more than one pays, and how many."""
+    requests_per_replica: int = Field(default=2, ge=1, le=64)
+    """That a replica has at a time: one at work, one ready to follow. Where batches pay, `batch_max` + 1 fills them."""
+    compile: bool = False
+    """Have torch compile the network: replicas start later and are faster from then on."""
+    memory_bytes: int | None = Field(default=None, ge=2**20)
+    """What an engine may take; none = all of its GPU. Sizes that don't fit are refused with 400."""
+    embeddings_bytes: int = Field(default=256 * 2**20, ge=0)
+    """Of encoded prompts that each replica keeps."""
+    text_length: int = Field(default=512, ge=1)
+    """Tokens of a prompt, for a Krea 2 pipeline without `recipe.json`."""
     gpus_per_replica: float = 1
     """The pools count one whole GPU for each replica; another number is refused."""
+
+    @field_validator("sizes")
+    @classmethod
+    def _sizes(cls, sizes: list[str]) -> list[str]:
+        for size in sizes:
+            parse_size(size)
+        return sizes
 
     @field_validator("gpus_per_replica")
     @classmethod
@@ -64,26 +84,21 @@ class ImagesArgs(BaseModel):
 
 def build(args: ImagesArgs) -> serve.Application:
     policy = load_policy(Path(args.policy))
-    recipe = Recipe.model_validate_json((Path(args.weights) / "recipe.json").read_bytes())
-    pools = {
-        pool_name(node): ImagesReplica.options(
-            name=pool_name(node),
-            num_replicas=1,  # to begin with; from then on the arbiter sets it through the external scaler
-            ray_actor_options={"num_cpus": 0, "num_gpus": 1, "label_selector": {"ray.io/node-id": node}},
-            request_router_config=RequestRouterConfig(
-                request_router_class="tidegate.serve.router:SpillRouter",
-                request_router_kwargs={"pool": pool_name(node)},
-            ),
-            graceful_shutdown_wait_loop_s=0.1,
-            graceful_shutdown_timeout_s=policy.serving.drain_deadline_s,
-        ).bind(policy.serving.app, args.weights, args.threads_per_replica, 2 * policy.serving.request_deadline_s)
-        for node in gpu_nodes(ray.nodes(), args.nodes)
-    }
-    size = Size(recipe.image.width, recipe.image.height)
+    sizes = tuple(parse_size(size) for size in args.sizes)
+    options = EngineOptions(
+        threads=args.threads_per_replica,
+        sizes=sizes,
+        batch_max=args.batch_max,
+        compile=args.compile,
+        memory_bytes=args.memory_bytes,
+        embeddings_bytes=args.embeddings_bytes,
+        text_length=args.text_length,
+    )
+    about = look_at(args.weights)
     limits = Limits(
         model=args.model,
-        sizes=(size,),
-        guidance=recipe.guidance,
+        sizes=sizes or about.sizes,
+        guidance=about.guidance,
         quality_steps=args.quality_steps,
         images_max=args.images_max,
         prompt_chars_max=args.prompt_chars_max,
@@ -96,16 +111,13 @@ def build(args: ImagesArgs) -> serve.Application:
         graceful_shutdown_wait_loop_s=0.1,
         graceful_shutdown_timeout_s=policy.serving.request_deadline_s,
     )
-    return gateway.bind(policy, limits, pools)
-
-
-def gpu_nodes(nodes: list[dict[str, Any]], wanted: list[str] | None = None) -> list[NodeId]:
-    """The live ones with a GPU, from what `ray.nodes()` says; of these the wanted ones, if any are named."""
-    found = sorted(
-        NodeId(node["NodeID"])
-        for node in nodes
-        if node["Alive"] and node["Resources"].get("GPU", 0) >= 1 and (wanted is None or node["NodeID"] in wanted)
+    plan = images_plan(
+        app=policy.serving.app,
+        weights=args.weights,
+        options=options,
+        requests_per_replica=args.requests_per_replica,
+        stuck_after_s=2 * policy.serving.request_deadline_s,
+        drain_s=policy.serving.drain_deadline_s,
+        at_s=time.time(),
     )
-    if not found:
-        raise RuntimeError("no live node has a GPU\nhint: `ray start --num-gpus=N` on one, then deploy again")
-    return found
+    return gateway.bind(policy, limits, plan)

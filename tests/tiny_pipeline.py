@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from diffusers import AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler, Krea2Pipeline
+from diffusers import AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler, Krea2Pipeline, Krea2Transformer2DModel
 from tokenizers import Regex, Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3VLConfig, Qwen3VLModel
 CHANNELS, FACTOR, LAYERS, WIDTH = 4, 4, 2, 16
 
 
-def write_pipeline(folder: Path) -> Path:
-    """The same weights every time. It has no transformer: that is what a run trains."""
+def write_pipeline(folder: Path, transformer: Krea2Transformer2DModel | None = None) -> Path:
+    """The same weights every time. Without a transformer it is what a run begins with: that it trains itself."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         vae = AutoencoderKLQwenImage(
@@ -33,7 +33,7 @@ def write_pipeline(folder: Path) -> Path:
         vae=vae,
         text_encoder=text_encoder,
         tokenizer=_tokenizer(),
-        transformer=None,
+        transformer=transformer,
         text_encoder_select_layers=(1, 3),
     )
     pipeline.save_pretrained(folder)

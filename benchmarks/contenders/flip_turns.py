@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -179,8 +179,7 @@ class Lanes:
                 "name": APP,
                 "route_prefix": "/",
                 "import_path": "benchmarks.contenders.light_apps:images",
-                "external_scaler_enabled": True,
-                "args": {"policy": str(self.policy), "nodes": _ids(NODES), "service_s": self.service_s},
+                "args": {"policy": str(self.policy), "service_s": self.service_s},
             }
         ]
         for name, settings in PEERS.items():
@@ -241,10 +240,6 @@ def _took(asked_at_s: float, seen: Newcomer, stepped_at_s: float) -> Took:
     if seen.created_at_s is None:
         raise TurnError("no new placement group was seen, yet a gang made its first step")
     return Took(gpus_s=seen.created_at_s - asked_at_s, step_s=stepped_at_s - asked_at_s)
-
-
-def _ids(names: Sequence[str]) -> list[str]:
-    return [row["NodeID"] for row in ray.nodes() if row["Labels"].get(NAME_LABEL) in names]
 
 
 def _serving(app: str) -> int:

@@ -8,23 +8,24 @@ Both have the same light engine: one request at a time, each takes a set number 
 import asyncio
 import base64
 import io
+import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-import ray
 from fastapi import FastAPI
 from PIL import Image
 from pydantic import BaseModel, ConfigDict
 from ray import serve
-from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
-from serve_apps.images import gpu_nodes
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from tidegate.ids import pool_name
+from tidegate.ids import NodeId, PoolName
 from tidegate.serve.admission import Limits
 from tidegate.serve.gateway import Gateway
+from tidegate.serve.pools import pinned, plan_of
 from tidegate.serve.replica import MAX_ONGOING
 from tidegate.serve.work import ImageJob, Made, Size
 from tidegate.spec.load import load_policy
@@ -62,6 +63,9 @@ class LightReplica:
         self._engine = LightEngine(service_s)
         self._service_s = service_s
 
+    def reconfigure(self, config: dict[str, str]) -> None:
+        """Names the plan that this was built by; Serve keeps it to show it."""
+
     async def make(self, job: ImageJob) -> Made:
         await self._engine.work()
         return Made(pngs=(self._engine.png,) * job.images, seed=job.seed, compute_s=self._service_s)
@@ -71,8 +75,6 @@ class ImagesArgs(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     policy: str
-    nodes: list[str] | None = None
-    """Ray ids of those that get a pool; none = all that have a GPU."""
     service_s: float
     slots: int = MAX_ONGOING
     """Requests that one replica takes at a time."""
@@ -82,25 +84,21 @@ class ImagesArgs(BaseModel):
 def images(args: ImagesArgs) -> serve.Application:
     """As `serve_apps.images:build`, but for the engine."""
     policy = load_policy(Path(args.policy))
-    pools = {
-        pool_name(node): LightReplica.options(
-            name=pool_name(node),
-            num_replicas=1,
-            max_ongoing_requests=args.slots,
-            ray_actor_options={"num_cpus": 0, "num_gpus": 1, "label_selector": {"ray.io/node-id": node}},
-            request_router_config=RequestRouterConfig(
-                request_router_class="tidegate.serve.router:SpillRouter",
-                request_router_kwargs={"pool": pool_name(node)},
-            ),
-            graceful_shutdown_wait_loop_s=0.1,
-            graceful_shutdown_timeout_s=policy.serving.drain_deadline_s,
-        ).bind(args.service_s)
-        for node in gpu_nodes(ray.nodes(), args.nodes)
+    pool_args: dict[str, str | int | float] = {
+        "service_s": args.service_s,
+        "drain_s": policy.serving.drain_deadline_s,
+        "slots": args.slots,
     }
     gateway = Gateway.options(
         num_replicas=args.gateways, ray_actor_options={"num_cpus": 0}, graceful_shutdown_wait_loop_s=0.1
     )
-    return gateway.bind(policy, Limits(model=MODEL, sizes=(Size(SIDE, SIDE),)), pools)
+    plan = plan_of(f"{__name__}:light_pool", pool_args, time.time())
+    return gateway.bind(policy, Limits(model=MODEL, sizes=(Size(SIDE, SIDE),)), plan)
+
+
+def light_pool(node: NodeId, pool: PoolName, args: Mapping[str, Any]) -> serve.Application:
+    pinned_here = pinned(LightReplica, node, pool, args["drain_s"])
+    return pinned_here.options(max_ongoing_requests=args["slots"]).bind(args["service_s"])
 
 
 # --- the peer ---------------------------------------------------------------------------------------------------

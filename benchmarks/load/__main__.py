@@ -36,7 +36,7 @@ from benchmarks.soak.verdict import Check
 
 from tidegate.json_lines import read_lines
 from tidegate.ports import free_port
-from tidegate.serve.ledger import read_audited, read_totals
+from tidegate.serve.ledger_reading import read_audited, read_totals
 
 SERVICE_S = 0.1
 """Of one picture, here and at the provider."""

@@ -9,7 +9,8 @@ from typing import Any
 from benchmarks.load.asks import Kind
 from benchmarks.soak.verdict import Check
 
-from tidegate.serve.ledger import Audited, Outcome
+from tidegate.serve.ledger import Outcome
+from tidegate.serve.ledger_reading import Audited
 
 Row = Mapping[str, Any]
 

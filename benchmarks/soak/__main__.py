@@ -42,7 +42,8 @@ from tidegate.cli.demo.looking import Look, claim_state, gang_step, running, wai
 from tidegate.cli.demo.stage import GPUS_PER_NODE, MODEL, Stage, set_up
 from tidegate.json_lines import read_lines
 from tidegate.ports import free_port
-from tidegate.serve.ledger import FLUSH_S, read_rows, read_totals
+from tidegate.serve.ledger import FLUSH_S
+from tidegate.serve.ledger_reading import read_rows, read_totals
 from tidegate.telemetry.goodput import SPANS, fractions, gpu_seconds, read_spans, refine, stalled_s
 
 ROOT = Path(__file__).parents[2]

@@ -14,6 +14,8 @@ ClaimId = NewType("ClaimId", str)
 PoolName = NewType("PoolName", str)
 """One Serve deployment: the replicas of one node."""
 
+POOL_PREFIX = "pool-"
+
 ProviderName = NewType("ProviderName", str)
 GatewayId = NewType("GatewayId", str)
 RequestId = NewType("RequestId", str)
@@ -30,10 +32,15 @@ class Tier(StrEnum):
     NONE = "none"
 
 
+def pools_app(app: str) -> str:
+    """The Serve application that holds the pools of `app`; it has none but them, so they can follow the nodes."""
+    return f"{app}-pools"
+
+
 @cache
 def pool_name(node: NodeId) -> PoolName:
     """The Serve deployment that holds the replicas of `node`."""
-    return PoolName(f"pool-{node[:12]}")
+    return PoolName(f"{POOL_PREFIX}{node[:12]}")
 
 
 def coordinator_name(run: str) -> str:

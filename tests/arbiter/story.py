@@ -65,6 +65,8 @@ class Story:
     gateway_says: dict[str, Any] = field(default_factory=dict)
     """What else its reports carry."""
     silent_agents: bool = False
+    mute: set[NodeId] = field(default_factory=set)
+    """Nodes whose agents say nothing."""
     silent_gateway: bool = False
     hot: set[GpuId] = field(default_factory=set)
     lost: set[GpuId] = field(default_factory=set)
@@ -144,7 +146,8 @@ class Story:
         if not self.silent_gateway:
             self.loop.report_gateway(gateway)
         for node, slots in () if self.silent_agents else self.fleet.slots.items():
-            self.loop.health[node] = self._health(node, slots, now_s)
+            if node not in self.mute:
+                self.loop.report_health(self._health(node, slots, now_s))
         for claim, phase in self.phases.items():
             gang = self.gang(claim)
             if phase is not GangPhase.RUNNING or gang.ended:

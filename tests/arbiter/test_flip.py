@@ -15,7 +15,7 @@ from tidegate.arbiter.moves import Advance, CreateGroup, RemoveGroup, Route, Set
 from tidegate.arbiter.states import ClaimState
 from tidegate.arbiter.view import DOMAIN_LABEL
 from tidegate.errors import ClaimNeverFitsError
-from tidegate.ids import ClaimId, NodeId, pool_name
+from tidegate.ids import ClaimId, pool_name
 from tidegate.spec.policy import Policy, ServingSpec
 from tidegate.testing.fake_fleet import FakeFleet
 
@@ -377,17 +377,6 @@ def test_a_target_that_serve_lost_is_asserted_again(story: Story) -> None:
     story.fleet.pools[NODES[0]].target = 1
     story.tick(5)
     assert story.fleet.pools[NODES[0]].target == 2
-
-
-def test_a_node_that_joins_serves_and_one_that_leaves_is_forgotten(story: Story) -> None:
-    new = NodeId("d" * 56)
-    grown = FakeFleet(slots={**story.fleet.slots, new: 2})
-    story.fleet = story.loop.fleet = grown
-    story.tick(20)
-    assert grown.pools[new].running == 2
-    del grown.slots[new], grown.pools[new]
-    story.tick(5)
-    assert pool_name(new) not in story.loop.seen.pools
 
 
 def test_two_claims_share_the_cluster_when_both_fit(story: Story) -> None:

@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,11 @@ from starlette.requests import Request
 
 from tidegate.arbiter.book import Book
 from tidegate.arbiter.client import NAMESPACE
-from tidegate.arbiter.moves import SetTarget, StopReplicas
+from tidegate.arbiter.messages import PoolPlan
+from tidegate.arbiter.moves import LayPools, SetTarget, StopReplicas
 from tidegate.arbiter.on_ray import RayFleet
 from tidegate.arbiter.view import PoolSeen
-from tidegate.ids import ClaimId, NodeId, PoolName, pool_name
+from tidegate.ids import ClaimId, NodeId, PoolName, pool_name, pools_app
 from tidegate.ports import free_port
 from tidegate.testing.local_cluster import LocalCluster, Ports
 from waiting import wait_until
@@ -49,6 +50,9 @@ HOLD_LOOKS = 40
 class Pool:
     """A replica of one node's pool."""
 
+    def reconfigure(self, config: dict[str, str]) -> None:
+        self.plan = config
+
     async def __call__(self, never_done: str) -> str:
         """`never_done`: a file that says that the work has begun, which then goes on for ever."""
         if never_done:
@@ -57,15 +61,27 @@ class Pool:
         return "made"
 
 
-class Ingress:
-    """Asks the first pool."""
+def build_pool(node: NodeId, pool: PoolName, args: Mapping[str, Any]) -> serve.Application:
+    options = {"num_cpus": 0, "num_gpus": 1, "label_selector": {"ray.io/node-id": node}}
+    pinned = serve.deployment(Pool).options(
+        name=pool,
+        ray_actor_options=options,
+        graceful_shutdown_wait_loop_s=0.1,
+        graceful_shutdown_timeout_s=args["drain_s"],
+    )
+    app: serve.Application = pinned.bind()
+    return app
 
-    def __init__(self, *pools: Any) -> None:
-        self._pools = pools
+
+class Ingress:
+    """Asks a pool."""
+
+    def __init__(self, pool: str) -> None:
+        self._pool = serve.get_deployment_handle(pool, pools_app(APP))
 
     async def __call__(self, request: Request) -> str:
         asked = request.query_params
-        answer: str = await self._pools[0].remote(asked.get("never_done", ""))
+        answer: str = await self._pool.remote(asked.get("never_done", ""))
         return answer
 
 
@@ -82,6 +98,17 @@ class Room:
         self.fleet.apply(
             SetTarget(pool=pool_name(self.nodes[which]), replicas=replicas, reason="test", at_s=0.0), Book()
         )
+
+    def lay(self, *nodes: NodeId, version: str = "v1") -> None:
+        """A pool for each of these nodes; those that are there keep their targets, new ones are empty."""
+        there = self.fleet.look(Book()).pools
+        targets = {node: there[pool_name(node)].target if pool_name(node) in there else 0 for node in nodes}
+        plan = PoolPlan(builder=f"{__name__}:build_pool", args={"drain_s": 20.0}, version=version, at_s=0.0)
+        self.fleet.apply(LayPools(plan=plan, targets=targets, pools=(), reason="test", at_s=0.0), Book())
+
+    def replicas(self) -> set[str]:
+        named = ray.util.list_named_actors(all_namespaces=True)
+        return {actor["name"] for actor in named if "#pool-" in actor["name"]}
 
     def free(self) -> list[float]:
         seen = self.fleet.look(Book()).nodes
@@ -102,24 +129,30 @@ def room() -> Iterator[Room]:
             )
             nodes = tuple(NodeId(row["NodeID"]) for row in rows)
             serve.start(http_options=HTTPOptions(host="127.0.0.1", port=port), proxy_location=ProxyLocation.HeadOnly)
-            pools = [
-                serve.deployment(Pool)
-                .options(
-                    name=pool_name(node),
-                    num_replicas=1,
-                    ray_actor_options={"num_cpus": 0, "num_gpus": 1, "label_selector": {"ray.io/node-id": node}},
-                    graceful_shutdown_wait_loop_s=0.1,
-                )
-                .bind()
-                for node in nodes
-            ]
-            ingress = serve.deployment(Ingress).options(ray_actor_options={"num_cpus": 0}).bind(*pools)
-            serve.run(ingress, name=APP, route_prefix="/", external_scaler_enabled=True)
-            yield Room(fleet=RayFleet(app=APP), nodes=nodes, url=f"http://127.0.0.1:{port}/")
+            # The test's own module is no package: Serve's processes get it by value, `lay_pools` by name.
+            room = Room(fleet=RayFleet(app=APP), nodes=nodes, url=f"http://127.0.0.1:{port}/")
+            room.lay(nodes[0])
+            wait_until(lambda: len(room.fleet.look(Book()).pools) == 1, 60, "the first pool")
+            ingress = serve.deployment(Ingress).options(ray_actor_options={"num_cpus": 0}).bind(pool_name(nodes[0]))
+            serve.run(ingress, name=APP, route_prefix="/")
+            room.set(0, 1)
+            yield room
             serve.shutdown()
         finally:
             ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
             ray.shutdown()
+
+
+def test_a_node_that_joins_gets_an_empty_pool_and_no_other_replica_restarts(room: Room) -> None:
+    """An explicit version, and a target of 0 to begin with: neither is in Serve's public API."""
+    wait_until(lambda: room.pool(0).running == 1, 60, "the first pool's replica runs")
+    before = room.replicas()
+    room.lay(*room.nodes)
+    wait_until(lambda: len(room.fleet.look(Book()).pools) == 2, 30, "the second pool")
+    assert (room.pool(1).target, room.pool(1).holding, room.pool(1).plan) == (0, 0, "v1")
+    room.set(1, 1)
+    wait_until(lambda: room.pool(1).running == 1, 60, "its replica runs")
+    assert before <= room.replicas()
 
 
 def test_nodes_and_what_is_left_of_them(room: Room) -> None:
@@ -136,7 +169,9 @@ def test_pools_as_the_serve_controller_details_them(room: Room) -> None:
     seen = room.fleet.look(Book()).pools
     assert set(seen) == {pool_name(node) for node in room.nodes}, "the ingress is no pool"
     wait_until(lambda: room.pool(0).running == room.pool(1).running == 1, 60, "both replicas run")
-    assert room.pool(1) == PoolSeen(name=pool_name(room.nodes[1]), target=1, running=1, starting=0, stopping=0)
+    assert room.pool(1) == PoolSeen(
+        name=pool_name(room.nodes[1]), target=1, running=1, starting=0, stopping=0, plan="v1"
+    )
 
 
 def test_a_replica_without_a_gpu_is_seen_as_starting(room: Room) -> None:
@@ -199,7 +234,7 @@ def process_of(actor: Any) -> int | None:
 
 
 def test_what_a_stopping_replica_still_does_can_be_cut_off(room: Room, tmp_path: Path) -> None:
-    """`actor_name` in the details: past the drain's deadline the arbiter kills the replica by it."""
+    """C009: `actor_name` in the details: past the drain's deadline the arbiter kills the replica by it."""
     room.set(0, 1)
     wait_until(lambda: room.pool(0).running == 1, 60, "a replica runs")
     errors: list[int] = []
@@ -223,7 +258,7 @@ def test_what_a_stopping_replica_still_does_can_be_cut_off(room: Room, tmp_path:
 
 
 def test_a_drain_notice_is_seen(room: Room) -> None:
-    """`get_draining_nodes`: without a deadline as "some time", then with one. A drain can't be taken back."""
+    """C007: `get_draining_nodes`, without a deadline as "some time", then with one. A drain can't be taken back."""
     assert {seen.drains_by_s for seen in room.fleet.look(Book()).nodes.values()} == {None}
     # A node leaves as soon as it is idle: a replica keeps this one.
     wait_until(lambda: room.pool(1).running == 1, 30, "a replica keeps the node")
@@ -242,3 +277,16 @@ def test_an_unknown_pool_is_an_error_and_not_silence(room: Room) -> None:
     """The arbiter writes such a failure into its journal."""
     with pytest.raises(ray.exceptions.RayError):
         room.fleet.apply(SetTarget(pool=PoolName("pool-nowhere"), replicas=1, reason="test", at_s=0.0), Book())
+
+
+def test_a_pool_of_a_newer_plan_keeps_its_target_and_one_of_a_gone_node_goes(room: Room) -> None:
+    room.set(0, 2)
+    wait_until(lambda: room.pool(0).running == 2, 60, "two replicas run")
+    before = room.replicas()
+    assert room.fleet.look(Book()).serves
+    room.lay(room.nodes[0], version="v2")
+    wait_until(lambda: set(room.fleet.look(Book()).pools) == {pool_name(room.nodes[0])}, 60, "the other pool is gone")
+    wait_until(lambda: room.pool(0).running == 2 and not before & room.replicas(), 60, "all replicas are new ones")
+    assert (room.pool(0).target, room.pool(0).plan) == (2, "v2")
+    room.fleet.apply(LayPools(plan=None, targets={}, pools=(), reason="test", at_s=0.0), Book())
+    wait_until(lambda: not room.fleet.look(Book()).pools, 60, "no pool is left")

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
-from tidegate.cli.apps import AppError, Serve, deploy, read_apps, without_pool
+from tidegate.cli.apps import AppError, Serve, await_pools, deploy, read_apps
 from tidegate.cli.up import differing
 from tidegate.ids import NodeId, pool_name
 from tidegate.spec.load import parse_model
@@ -39,8 +39,8 @@ def running_app(app: dict[str, Any]) -> dict[str, Any]:
     return {"status": "RUNNING", "deployed_app_config": app, "deployments": {}, "message": ""}
 
 
-def up(serve: Serve, app: dict[str, Any], nodes: list[NodeId] | None = None) -> Iterator[str]:
-    return deploy(serve, ServeDeploySchema.model_validate({"applications": [app]}), nodes=nodes, deadline_s=5.0)
+def up(serve: Serve, app: dict[str, Any], anew_at_s: float | None = None) -> Iterator[str]:
+    return deploy(serve, ServeDeploySchema.model_validate({"applications": [app]}), anew_at_s=anew_at_s, deadline_s=5.0)
 
 
 def test_an_app_that_runs_as_asked_is_left_alone() -> None:
@@ -59,16 +59,30 @@ def test_a_changed_app_is_deployed_and_what_others_deployed_stays() -> None:
     assert (images["args"], theirs) == ({"weights": "v"}, other)
 
 
-def test_pools_for_new_nodes_are_built_only_when_asked_for() -> None:
+def test_what_runs_as_asked_is_built_anew_only_when_asked_for() -> None:
     serve = ServeInMemory(APP)
-    node = NodeId("d" * 56)
-    assert without_pool(serve.apps(), "images", [node]) == [node]
-    list(up(serve, APP, nodes=[node]))
-    assert serve.deployed[0][0]["args"]["nodes"] == [node]
-    list(up(serve, APP))  # the file does not name the nodes: no reason to build again
+    list(up(serve, APP, anew_at_s=5.0))
+    assert serve.deployed[0][0]["args"]["deployed_at_s"] == 5.0
+    list(up(serve, APP))  # the file does not say when: no reason to build again
     assert len(serve.deployed) == 1
-    serve.apps()["images"]["deployments"] = {pool_name(node): {"replicas": []}}
-    assert without_pool(serve.apps(), "images", [node]) == []
+
+
+def test_up_waits_for_the_pool_of_each_node() -> None:
+    serve, node = ServeInMemory(APP), NodeId("d" * 56)
+    assert list(await_pools(serve, "images", [], deadline_s=0.0)) == []
+    with pytest.raises(AppError, match="images-pools: not running"):
+        list(await_pools(serve, "images", [node], deadline_s=0.0))
+    serve.apps()["images-pools"] = {**running_app(APP), "deployments": {pool_name(node): pool_row(1, of=2)}}
+    with pytest.raises(AppError, match="not running"):
+        list(await_pools(serve, "images", [node], deadline_s=0.0))
+    serve.apps()["images-pools"]["deployments"] = {pool_name(node): pool_row(2, of=2)}
+    assert list(await_pools(serve, "images", [node], deadline_s=0.0)) == [
+        f"images-pools: running ({pool_name(node)} 2)"
+    ]
+
+
+def pool_row(running: int, *, of: int) -> dict[str, Any]:
+    return {"target_num_replicas": of, "replicas": [{"state": "RUNNING"}] * running}
 
 
 def test_a_failed_deployment_says_what_serve_says() -> None:

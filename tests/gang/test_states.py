@@ -314,6 +314,19 @@ def test_a_hang_names_who_is_behind_before_the_kill(running: Life) -> None:
     assert data["ranks"]["1"] == {"phase": "stepping", "step": 8, "idle_s": 0.0, "process_state": ""}  # type: ignore[index]
 
 
+def test_the_stacks_of_a_hung_generation_are_asked_for_before_the_next_takes_its_place(running: Life) -> None:
+    assert running.reply().stacks_of is None
+    running.beat(8, first=1, committed=5, r1={"idle_s": 5.1})
+    reply = running.reply()
+    assert reply.plan is not None
+    assert (reply.stacks_of, reply.plan.generation) == (1, 2)
+    running.beat(6, first=6, committed=5)
+    running.beat(8, first=6, committed=5)
+    running.beat(8, first=6, committed=5, r1={"idle_s": 5.1})
+    assert running.gang.status is Status.FAILED, "hung twice in the same place"
+    assert (running.reply().over, running.reply().stacks_of) == (True, 2)
+
+
 def test_a_process_that_the_kernel_holds_is_suspected_first(running: Life) -> None:
     running.beat(8, first=1, committed=5, r0={"process_state": "S", "step": 7}, r3={"process_state": "T"})
     running.beat(8, first=1, committed=5, r0={"process_state": "S", "step": 7, "idle_s": 5.1})

@@ -6,9 +6,10 @@ import math
 from collections.abc import Iterable, Iterator
 
 from tidegate.arbiter.messages import Verdict
-from tidegate.health.conditions import Above, Against, Among, Below, Bits, OneOf, Replays, Rises, Says, Xid
+from tidegate.health.conditions import Above, Against, Below, Bits, OneOf, Replays, Rises, Says, Xid
 from tidegate.health.history import History
 from tidegate.health.judge import Finding, judge
+from tidegate.health.peers import Among
 from tidegate.health.readings import CEILINGS, Reading, Signal, Status
 from tidegate.health.rule import Rule
 from tidegate.health.rules import gap_s, rules_of
@@ -61,7 +62,10 @@ class Steps:
         self._rose_at_s: float | None = None
         self._witness = Steps(RULES[min(rule.witness)], self.every_s) if rule.witness else None
 
-    def step(self, at_s: float, bad: bool) -> list[Reading]:
+    def step(self, at_s: float, bad: bool, *, guarded: bool = True) -> list[Reading]:
+        """`guarded`: what the rule's guards ask for is read too."""
+        if not guarded:
+            return self._own(at_s, bad)
         rule = self.rule
         beside = [reading(at_s, guard.signal, self._inside(guard.at_least, guard.at_most)) for guard in rule.while_]
         if isinstance(rule.bad, Among):
@@ -126,10 +130,10 @@ class Steps:
                     self.total = 0.0  # somebody cleared it
                 return [*links, reading(at_s, signal, min(self.total, ceiling))]
             case Among():
-                middle = 2 * max(condition.least_median, 0.1 if signal.endswith("ratio") else 1.0)
+                middle = self.middle
                 far = condition.limit * middle * (0.99 if condition.limit < 1 else 1.01)
                 if signal is Signal.GPU_NVLINKS:
-                    middle, far = 18.0, 17.0
+                    far = 17.0
                 peers = [reading(at_s, signal, middle, other) for other in list(GANG)[1:]]
                 return [*peers, reading(at_s, signal, far if bad else middle)]
             case Xid():
@@ -139,6 +143,14 @@ class Steps:
                     return [reading(at_s, Signal.GPU_ANSWERS, 1.0)]
                 code = min(condition.codes, default=999)
                 return [reading(at_s, signal, float(code), detail=XID_TEXTS.get(rule.name))]
+
+    @property
+    def middle(self) -> float:
+        """What its peers read."""
+        assert isinstance(self.rule.bad, Among)
+        if self.rule.signal is Signal.GPU_NVLINKS:
+            return 18.0
+        return 2 * max(self.rule.bad.least_median, 0.1 if self.rule.signal.endswith("ratio") else 1.0)
 
     def needed(self) -> int:
         """The fewest bad steps in a row that make a verdict; a counter's first is its baseline."""

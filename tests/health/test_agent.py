@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tidegate.arbiter.messages import Action, HealthReport
+from tidegate.arbiter.messages import Action, HealthReport, Seat
 from tidegate.clock import SystemClock
 from tidegate.health.agent import HealthAgent, Reporter
 from tidegate.health.drills import Drill, DrillError
@@ -385,7 +385,7 @@ def test_gpus_are_compared_while_the_arbiter_says_that_they_work_together(bench:
         await ticks_until(agent, lambda report: report.gpus, "GPUs")
         for _ in range(3):
             assert rules(await agent.tick()) == [], "nobody works together yet"
-        bench.arbiter.gangs = {GpuId(uuid_of("node-a", index)): ClaimId("run") for index in range(4)}
+        bench.arbiter.seats = {GpuId(uuid_of("node-a", index)): Seat(claim=ClaimId("run")) for index in range(4)}
         report = await ticks_until(agent, lambda report: rules(report) == ["sm_clock_warn"], "the slow one")
         assert report.verdicts[0].gpu == uuid_of("node-a", 2)
 

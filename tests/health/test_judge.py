@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from tidegate.arbiter.messages import Action, Verdict, When
 from tidegate.health.history import History
 from tidegate.health.judge import Finding, gap_s, judge
-from tidegate.health.readings import Reading, Signal, Status
+from tidegate.health.readings import DEADLINE_MISSED, Reading, Signal, Status
 from tidegate.health.rules import rules_of
-from tidegate.health.table import DEADLINE_MISSED
 from tidegate.ids import GpuId, NodeId, Tier
 from tidegate.spec.policy import HealthSpec, TemperatureRule
 
@@ -275,7 +274,7 @@ def series(draw: st.DrawFn) -> list[tuple[Reading, bool]]:
     for rest_s, is_evidence in draw(st.lists(st.tuples(seconds, st.booleans()), max_size=60)):
         at_s += rest_s
         reading = celsius(at_s, draw(real_values)) if is_evidence else draw(no_evidence)
-        out.append((replace(reading, at_s=at_s), is_evidence))
+        out.append((reading._replace(at_s=at_s), is_evidence))
     return out
 
 

@@ -104,6 +104,27 @@ def test_an_event_has_its_own_time_unless_that_can_not_be_now(log: Log) -> None:
     assert log.events()[0].at_s == log.clock.now_s(), "what has just been written has just happened"
 
 
+def test_the_past_is_read_once_under_its_own_time(tmp_path: Path, node: NodeId, clock: FakeClock) -> None:
+    """A plain log's lines without a date, or with seconds since some boot, may be of any time: nobody's event."""
+    path = tmp_path / "kern.log"
+    when = datetime.fromtimestamp(clock.now_s() - 30.0).astimezone()
+    later = datetime.fromtimestamp(clock.now_s() + 30.0).astimezone()
+    xid = "NVRM: Xid (PCI:0000:18:00): "
+    path.write_text(
+        f"{xid}31, undated\n[ 1990.5] {xid}32, since which boot?\n6,1,1990500000,-;{xid}43, likewise\n"
+        f"{later.isoformat(timespec='microseconds')} {xid}45, not yet\n"
+        f"{when.isoformat(timespec='microseconds')} {xid}79, dated\n"
+    )
+    source = KmsgSource(path, node=node, clock=clock, boot_at_s=lambda: clock.now_s() - 2000.0)
+    [event] = [r for r in source.read().readings if r.signal is Signal.GPU_XID]
+    assert (event.value, event.at_s) == (79, pytest.approx(clock.now_s() - 30.0))
+    assert [r for r in source.read().readings if r.signal is Signal.GPU_XID] == []
+    with path.open("a") as file:
+        file.write(f"{xid}13, now\n")
+    [event] = [r for r in source.read().readings if r.signal is Signal.GPU_XID]
+    assert (event.value, event.at_s) == (13, clock.now_s())
+
+
 @pytest.mark.parametrize(
     ("line", "signal"),
     [

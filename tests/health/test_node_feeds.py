@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -36,9 +38,12 @@ class Dials:
 
 
 class Node:
-    def __init__(self, agent: HealthAgent, dials: Dials, state: NvmlState, folder: Path) -> None:
+    def __init__(
+        self, agent: HealthAgent, dials: Dials, state: NvmlState, folder: Path, again: Callable[[], Node]
+    ) -> None:
         self.agent, self.dials, self.state = agent, dials, state
         self.ports, self.kmsg = folder / "h100-host", folder / "kmsg"
+        self.again = again
 
     async def until(self, seen: Callable[[HealthReport], object], what: str) -> HealthReport:
         reports: list[HealthReport] = []
@@ -66,17 +71,21 @@ def machine(tmp_path: Path, library: Path, state: NvmlState, node: NodeId) -> No
             disks=(str(tmp_path),),
         ),
     )
-    dials = Dials()
-    agent = HealthAgent(
-        node=node,
-        spec=spec,
-        feeds=feeds_of(spec, node),
-        reporter=MemoryArbiter(),
-        memory=FileMemory(tmp_path / "health.json", "boot-1"),
-        meters=dials,
-        clock=SystemClock(),
-    )
-    return Node(agent, dials, state, tmp_path)
+
+    def begun() -> Node:
+        dials = Dials()
+        agent = HealthAgent(
+            node=node,
+            spec=spec,
+            feeds=feeds_of(spec, node),
+            reporter=MemoryArbiter(),
+            memory=FileMemory(tmp_path / "health.json", "boot-1"),
+            meters=dials,
+            clock=SystemClock(),
+        )
+        return Node(agent, dials, state, tmp_path, begun)
+
+    return begun()
 
 
 def test_a_real_host_with_saturated_counters_is_read_whole_and_evicts_nothing(machine: Node, node: NodeId) -> None:
@@ -116,6 +125,53 @@ def test_an_xid_that_kernel_and_driver_tell_is_one_event_under_the_gpus_name(mac
         assert first.detail.startswith("RLW_REMAP Nonfatal"), "the kernel's words, not the driver's bare number"
         assert (second.subject, second.value, second.detail) == (uuid_of("node-a", 1), 31.0, None)
         machine.agent.close()
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize(("ago_s", "verdicts"), [(20.0, ["xid_off_the_bus"]), (3600.0, [])])
+def test_an_xid_from_before_the_agent_is_acted_on_while_fresh_and_else_only_told(
+    machine: Node, ago_s: float, verdicts: list[str]
+) -> None:
+    async def story() -> None:
+        when = datetime.fromtimestamp(time.time() - ago_s).astimezone().isoformat(timespec="microseconds")
+        machine.kmsg.write_text(f"{when} NVRM: Xid (PCI:0000:1a:00): 79, GPU has fallen off the bus.\n")
+        report = await machine.until(
+            lambda report: report.verdicts or any(f.what == Signal.GPU_XID for f in machine.agent.seen().findings),
+            "it is told",
+        )
+        assert [v.rule for v in report.verdicts if v.action is not Action.WARN] == verdicts
+        machine.agent.close()
+
+    asyncio.run(story())
+
+
+def test_an_agent_that_begins_anew_does_not_count_the_same_line_twice(machine: Node, tmp_path: Path) -> None:
+    """An XID of the application's class: the first is nothing, the second of a day takes the GPU out. The kernel's time
+    is since boot: on the wall clock the same line is a little elsewhere for each reader."""
+
+    def write(ago_s: float, xid: int = 31) -> None:
+        when = datetime.fromtimestamp(began_s - ago_s).astimezone().isoformat(timespec="microseconds")
+        machine.kmsg.write_text(f"{when} NVRM: Xid (PCI:0000:1a:00): {xid}, pid=1, name=python\n")
+
+    began_s = time.time()
+
+    async def judged(node: Node) -> list[str]:
+        await node.until(
+            lambda report: report.gpus and (report.node, Signal.KMSG_ANSWERS) in node.dials.now, "it looks"
+        )
+        for _ in range(10):
+            report = await node.agent.tick()
+        node.agent.close()
+        return [verdict.rule for verdict in report.verdicts if verdict.action is not Action.WARN]
+
+    async def story() -> None:
+        write(20.0)
+        assert await judged(machine) == []
+        write(19.8)
+        assert await judged(machine.again()) == [], "the same line"
+        write(10.0)
+        assert await judged(machine.again()) == ["xid_page_fault_repeated"], "another one, while no agent ran"
 
     asyncio.run(story())
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tidegate.health.readings import Reading, Round, Signal, Status
+from tidegate.health.readings import MIDDLE_S, SLOW_S, Reading, Round, Signal, Status
 from tidegate.health.sources.nvml import NvmlSource
 from tidegate.ids import NodeId
 from tidegate.testing import fake_nvml
@@ -63,19 +63,30 @@ def test_an_edit_within_one_tick_of_the_file_systems_clock_is_seen(source: NvmlS
     assert of(source.read(), Signal.GPU_TEMPERATURE, gpu(0)).value == 79
 
 
-def test_tensor_activity_is_a_ratio_over_two_looks(source: NvmlSource, state: NvmlState) -> None:
+def read_after(source: NvmlSource, clock: FakeClock, rest_s: float = MIDDLE_S) -> Round:
+    clock.advance(rest_s)
+    return source.read()
+
+
+def test_tensor_activity_is_a_ratio_over_two_looks(source: NvmlSource, state: NvmlState, clock: FakeClock) -> None:
     state.set(1, "gpm.5", 7.5)
     assert of(source.read(), Signal.GPU_TENSOR_ACTIVE, gpu(1)).status is Status.STALE
-    wait_until(lambda: of(source.read(), Signal.GPU_TENSOR_ACTIVE, gpu(1)).value == 0.075, 5, "a second GPM sample")
+
+    def activity() -> float | None:
+        return of(read_after(source, clock), Signal.GPU_TENSOR_ACTIVE, gpu(1)).value
+
+    wait_until(lambda: activity() == 0.075, 5, "a second GPM sample")
 
 
 @pytest.mark.parametrize("nonsense", ["nan", "101.0", "-1.0"])
-def test_tensor_activity_that_can_not_be_is_none(source: NvmlSource, state: NvmlState, nonsense: str) -> None:
+def test_tensor_activity_that_can_not_be_is_none(
+    source: NvmlSource, state: NvmlState, clock: FakeClock, nonsense: str
+) -> None:
     state.set(1, "gpm.5", nonsense)
     seen: list[float | None] = []
 
     def others_have_one() -> bool:
-        look = source.read()
+        look = read_after(source, clock)
         seen.append(of(look, Signal.GPU_TENSOR_ACTIVE, gpu(1)).value)
         return of(look, Signal.GPU_TENSOR_ACTIVE, gpu(0)).value == 0.415
 
@@ -93,7 +104,9 @@ def test_c089_an_unreadable_temperature_leaves_the_gpu_listed(source: NvmlSource
     assert of(seen, Signal.GPU_MARGIN, gpu(3)).value == 26.0
 
 
-def test_what_a_gpu_does_not_have_is_asked_once(source: NvmlSource, state: NvmlState, library: Path) -> None:
+def test_what_a_gpu_does_not_have_is_asked_once_and_again_after_an_hour(
+    source: NvmlSource, state: NvmlState, clock: FakeClock, library: Path
+) -> None:
     state.unset(0, "margin")
     state.set(0, "gpm", 0)
     counted = ("nvmlDeviceGetMarginTemperature", "nvmlGpmSampleGet")
@@ -101,12 +114,15 @@ def test_what_a_gpu_does_not_have_is_asked_once(source: NvmlSource, state: NvmlS
     def calls_in_three_looks(index: int) -> list[int]:
         before = [fake_nvml.calls(library, function, index) for function in counted]
         for _ in range(3):
-            source.read()
+            read_after(source, clock)
         return [fake_nvml.calls(library, f, index) - b for f, b in zip(counted, before, strict=True)]
 
     assert calls_in_three_looks(0) == [1, 1]
     assert calls_in_three_looks(1)[0] == 3
-    assert of(source.read(), Signal.GPU_TENSOR_ACTIVE, gpu(0)).status is Status.UNSUPPORTED
+    assert Signal.GPU_MARGIN not in {r.signal for r in source.read().readings if r.subject == gpu(0)}
+    assert of(read_after(source, clock, SLOW_S), Signal.GPU_TENSOR_ACTIVE, gpu(0)).status is Status.UNSUPPORTED
+    state.set(0, "margin", 26)
+    assert of(read_after(source, clock, 3600.0), Signal.GPU_MARGIN, gpu(0)).value == 26
 
 
 def test_a_gpu_with_no_values_at_all_still_answers(source: NvmlSource, state: NvmlState) -> None:

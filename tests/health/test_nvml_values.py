@@ -125,10 +125,11 @@ def test_c091_the_recovery_action_tells_a_failed_gpu_whose_values_look_well(
     assert (seen[Signal.GPU_RECOVERY_ACTION].value, seen[Signal.GPU_TEMPERATURE].value) == (1.0, 61.0)
 
 
-def test_c092_power_that_errs_once_is_one_missing_value(source: NvmlSource, state: NvmlState) -> None:
+def test_c092_power_that_errs_once_is_one_missing_value(source: NvmlSource, state: NvmlState, clock: FakeClock) -> None:
     state.set(0, "power_mw", "!999")
     assert look(source)[Signal.GPU_POWER].value is None
     state.set(0, "power_mw", 27_000)
+    clock.advance(MIDDLE_S)
     assert look(source)[Signal.GPU_POWER].value == 27.0
 
 
@@ -159,13 +160,15 @@ def test_a_t4_has_no_memory_sensor_and_says_zero(source: NvmlSource, state: Nvml
 
 
 def test_c097_gpm_that_always_refuses_is_switched_off_once_and_the_rest_goes_on(
-    source: NvmlSource, state: NvmlState, library: Path
+    source: NvmlSource, state: NvmlState, clock: FakeClock, library: Path
 ) -> None:
     state.set(0, "gpm", "!14")
     for _ in range(6):
+        clock.advance(SLOW_S)
         seen = look(source)
     assert seen[Signal.GPU_TENSOR_ACTIVE].status is Status.UNSUPPORTED
     before = fake_nvml.calls(library, "nvmlGpmSampleGet", 0)
+    clock.advance(SLOW_S)
     look(source)
     assert fake_nvml.calls(library, "nvmlGpmSampleGet", 0) == before
     assert seen[Signal.GPU_TEMPERATURE].value == 61.0
@@ -225,12 +228,14 @@ def test_what_a_card_does_not_have_is_not_asked_again(
     assert fake_nvml.calls(library, "nvmlDeviceGetSramEccErrorStatus", 0) == before
 
 
-def test_c152_a_slow_reading_is_tied_to_its_gpu(source: NvmlSource, state: NvmlState) -> None:
+def test_c152_a_slow_reading_is_tied_to_its_gpu(source: NvmlSource, state: NvmlState, clock: FakeClock) -> None:
     looks(source)
     state.set(2, "delay_ms", 30)
-    slow = [seen[Signal.GPU_READ].value or 0.0 for seen in looks(source)]
+    slow = [seen[Signal.GPU_READ].value or 0.0 if Signal.GPU_READ in seen else 0.0 for seen in looks(source)]
     assert slow[2] > 0.1
     assert max(slow[0], slow[1], slow[3]) < slow[2] / 2
+    clock.advance(5)
+    assert all(Signal.GPU_READ in seen for seen in looks(source)), "of the quick ones now and then"
 
 
 # NVLink
@@ -288,7 +293,7 @@ def test_c140_older_drivers_know_only_sums_and_the_oldest_nothing(
         assert sums[Signal.GPU_NVLINK_REPLAYS].value == 9
         assert sums[Signal.GPU_NVLINKS_DOWN].value == 1
         assert nothing[Signal.GPU_NVLINK_REPLAYS].status is Status.UNSUPPORTED, "unknown, not 0"
-        clock.advance(5)
+        clock.advance(SLOW_S)
 
 
 def test_c139_a_card_without_nvlink_has_none_that_could_be_down(state: NvmlState, source: NvmlSource) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -58,15 +57,15 @@ def test_an_h100_under_load_with_and_without_mig_gets_no_verdict(name: str) -> N
     assert {reading.signal for reading in readings} >= {Signal.GPU_TEMPERATURE, Signal.GPU_MARGIN, Signal.GPU_POWER}
     played = Played(HealthSpec())
     for second in range(1000, 1300):
-        played.look([replace(reading, at_s=float(second)) for reading in readings])
+        played.look([reading._replace(at_s=float(second)) for reading in readings])
     assert played.verdicts == ()
 
 
 def test_the_same_h100_20_degrees_hotter_does() -> None:
     """The test above sees something: 59 °C and 20 more are above 78."""
     readings = [
-        replace(reading, at_s=1000.0, value=(reading.value or 0) + 20) if reading.signal is Signal.GPU_TEMPERATURE
-        else replace(reading, at_s=1000.0)
+        reading._replace(at_s=1000.0, value=(reading.value or 0) + 20) if reading.signal is Signal.GPU_TEMPERATURE
+        else reading._replace(at_s=1000.0)
         for reading in exported("exporter-h100-load.metrics")
     ]  # fmt: skip
     assert Played(HealthSpec()).look(readings).rules == ["temperature"]

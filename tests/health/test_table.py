@@ -11,13 +11,15 @@ from tests.health.series import GPU, PORT, RULES, SPEC, Played, Steps, reading
 
 from tidegate.arbiter.messages import Action
 from tidegate.health.conditions import Rises
+from tidegate.health.peers import Among
 from tidegate.health.readings import CEILINGS, COUNTERS, EVENTS, Reading, Signal, Status
+from tidegate.health.rule import EDGE
 from tidegate.health.rules import gap_s
-from tidegate.health.table import EDGE
 from tidegate.health.values import SENTINELS
 
 EACH = pytest.mark.parametrize("name", list(RULES))
 LEVELS = [name for name, rule in RULES.items() if rule.apart_s != EDGE]
+PEERS = [name for name, rule in RULES.items() if isinstance(rule.bad, Among)]
 COUNTED = [name for name, rule in RULES.items() if isinstance(rule.bad, Rises)]
 
 
@@ -60,6 +62,66 @@ ROWS = [name for name in LEVELS if RULES[name].within_s is None and RULES[name].
 @pytest.mark.parametrize("name", [name for name in ROWS if steps_of(name).needed() > 1])
 def test_flapping_is_no_row(name: str) -> None:
     assert name not in Played().steps(steps_of(name), [True, False] * 100).rules
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in LEVELS if RULES[name].within_s is not None and steps_of(name).rule.samples > 1]
+)
+def test_flapping_more_slowly_than_the_window_does_not_add_up(name: str) -> None:
+    rule, steps = RULES[name], steps_of(name)
+    assert rule.within_s is not None
+    played = Played()
+    for number in range(rule.samples + 2):
+        at_s = 1000.0 + number * (rule.within_s + 1)
+        played.look(steps.step(at_s, True), at_s)
+    assert name not in played.rules
+
+
+@pytest.mark.parametrize("name", [name for name, rule in RULES.items() if rule.while_])
+def test_a_guard_that_nobody_has_read_does_not_hold(name: str) -> None:
+    steps = steps_of(name)
+    played = Played()
+    for number in range(steps.needed() + 5):
+        at_s = 1000.0 + number * steps.every_s
+        played.look(steps.step(at_s, True, guarded=False), at_s)
+    assert name not in played.rules
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_among_peers_that_do_nothing_nobody_is_odd(name: str) -> None:
+    rule, steps = RULES[name], steps_of(name)
+    assert isinstance(rule.bad, Among)
+    played = Played()
+    for number in range(steps.needed() + 5):
+        at_s = 1000.0 + number * steps.every_s
+        idle = 0.9 * rule.bad.least_median
+        # Its own guards and its peers' hold: it is only that all of them idle.
+        looks = [
+            r._replace(value=idle * (r.value or 0.0) / steps.middle) if r.signal is rule.signal else r
+            for r in steps.step(at_s, True)
+        ]
+        played.look(looks, at_s)
+    assert name not in played.rules
+
+
+@pytest.mark.parametrize("name", [name for name in PEERS if RULES[name].gang])
+def test_among_peers_that_differ_widely_nobody_is_odd(name: str) -> None:
+    """Far by the ratio, but not by the MAD (specification 4.4)."""
+    rule, steps = RULES[name], steps_of(name)
+    assert isinstance(rule.bad, Among)
+    played = Played()
+    for number in range(steps.needed() + 5):
+        at_s = 1000.0 + number * steps.every_s
+        looks = []
+        for r in steps.step(at_s, True):
+            if r.signal is rule.signal and r.subject == GPU:
+                r = r._replace(value=(r.value or 0.0) * (0.8 if rule.bad.limit < 1 else 1.05))
+            elif r.signal is rule.signal:
+                spread = (-0.9, -0.6, -0.3, 0.0, 0.3, 0.6, 0.9)[int(r.subject.removeprefix("GPU-")) - 1]
+                r = r._replace(value=(r.value or 0.0) * (1 + spread * abs(1 - rule.bad.limit)))
+            looks.append(r)
+        played.look(looks, at_s)
+    assert name not in played.rules
 
 
 @EACH
@@ -130,6 +192,22 @@ def test_old_totals_resets_and_ceilings(name: str) -> None:
         assert full.rules == [f"saturated_{rule.signal}"]
 
 
+@pytest.mark.parametrize("name", [name for name in COUNTED if RULES[name].signal in CEILINGS])
+def test_what_stands_is_not_lifted_by_a_counter_that_stands_at_its_ceiling(name: str) -> None:
+    """It would stand there as well if the fault went on."""
+    rule, steps = RULES[name], steps_of(name)
+    played = Played().steps(steps, [True] * steps.needed())
+    if name not in played.rules:
+        pytest.skip("its ceiling is below its limit")
+    start_s = 1000.0 + steps.needed() * steps.every_s
+    for number in range(int((rule.release_after_s or 600.0) * 2 // 10) + 20):
+        at_s = start_s + 10 * number
+        beside = steps.step(at_s, False)
+        full = reading(at_s, rule.signal, float(CEILINGS[rule.signal]))
+        played.look([full if r.signal is rule.signal else r for r in beside], at_s)
+    assert name in played.rules
+
+
 def test_a_reset_counts_what_has_come_since() -> None:
     played = Played()
     for step, value in enumerate((500.0, 500.0, 3.0)):
@@ -147,6 +225,8 @@ no_value = st.one_of(
     st.sampled_from([status for status in Status if status not in (Status.OK, Status.LOST)]).map(
         lambda status: {"value": None, "status": status, "cause": "NO_DATA"}
     ),
+    # What a source says it could not read is not read, whatever it left in the value.
+    st.sampled_from([0.0, 1.0, 90.0, 1e6]).map(lambda value: {"value": value, "status": Status.STALE}),
 )
 looks = st.lists(st.tuples(st.sampled_from(list(Signal)), no_value), min_size=1, max_size=30)
 

@@ -16,7 +16,7 @@ import yaml
 from stand_in import answers
 
 from tidegate.ports import free_port
-from tidegate.serve.ledger import RequestRow, read_rows
+from tidegate.serve.ledger_reading import RequestRow, read_rows
 from waiting import wait_until
 
 MODEL = "tidegate-digits"

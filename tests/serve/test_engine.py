@@ -39,7 +39,7 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_seed_means_one_picture_alone_or_in_a_batch(first: Path) -> None:
-    engine = Engine(first, threads=1)
+    engine = Engine(first)
     batch, took_s = engine.generate(["a two"] * 3, [7, 8, 9], steps=4)
     alone, _ = engine.generate(["a two"], [9], steps=4)
     assert alone[0] == batch[2]
@@ -50,7 +50,7 @@ def test_a_seed_means_one_picture_alone_or_in_a_batch(first: Path) -> None:
 
 
 def test_guidance_and_a_negative_prompt_change_the_picture(first: Path) -> None:
-    engine = Engine(first, threads=1)
+    engine = Engine(first)
     own, none, guided, away = (
         engine.generate(["a two"], [7], steps=4, **how)[0][0]
         for how in (
@@ -67,12 +67,12 @@ def test_guidance_and_a_negative_prompt_change_the_picture(first: Path) -> None:
 def test_it_stops_between_two_steps(first: Path) -> None:
     asked = iter([False, False, True])
     with pytest.raises(Cancelled) as cancelled:
-        Engine(first, threads=1).generate(["a two"], [1], steps=50, cancelled=lambda: next(asked))
+        Engine(first).generate(["a two"], [1], steps=50, cancelled=lambda: next(asked))
     assert cancelled.value.steps_done == 2
 
 
 def test_a_swap_changes_the_picture(first: Path, tmp_path: Path) -> None:
-    engine = Engine(first, threads=1)
+    engine = Engine(first)
     before, _ = engine.generate(["a two"], [7])
     second = export(tmp_path / "second", 2)
     engine.swap(second)
@@ -83,7 +83,7 @@ def test_a_swap_changes_the_picture(first: Path, tmp_path: Path) -> None:
 
 
 def test_a_request_at_work_ends_with_the_weights_it_began_with(first: Path, tmp_path: Path) -> None:
-    engine = Engine(first, threads=1)
+    engine = Engine(first)
     expected, _ = engine.generate(["a two"], [7], steps=5)
     second = export(tmp_path / "second", 2)
 
@@ -98,7 +98,7 @@ def test_a_request_at_work_ends_with_the_weights_it_began_with(first: Path, tmp_
 
 def test_a_torn_export_is_refused_and_the_old_one_serves(first: Path, tmp_path: Path) -> None:
     """C193."""
-    engine = Engine(first, threads=1)
+    engine = Engine(first)
     before, _ = engine.generate(["a two"], [7])
     torn = export(tmp_path / "torn", 2)
     (weights,) = (torn / "transformer").glob("*.safetensors")
@@ -107,11 +107,11 @@ def test_a_torn_export_is_refused_and_the_old_one_serves(first: Path, tmp_path: 
         engine.swap(torn)
     assert engine.generate(["a two"], [7])[0] == before
     with pytest.raises(ModelRefusedError):
-        Engine(torn, threads=1)
+        Engine(torn)
 
 
 def test_another_kind_of_picture_is_refused(first: Path, tmp_path: Path) -> None:
     """Clients were told the size; new weights may not change it under their hands."""
     larger = export(tmp_path / "larger", 2, CONFIG.image.model_copy(update={"width": 16, "height": 16}))
     with pytest.raises(ModelRefusedError, match="another app"):
-        Engine(first, threads=1).swap(larger)
+        Engine(first).swap(larger)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from contextlib import asynccontextmanager
+import contextlib
+import sqlite3
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +19,11 @@ from tidegate.clock import SystemClock
 from tidegate.ids import GatewayId, Generation, PoolName, ProviderName, RequestId
 from tidegate.ports import free_port
 from tidegate.serve.api import ApiError
+from tidegate.serve.audit import Audit, audit
 from tidegate.serve.backends import Backends
 from tidegate.serve.flow import LOST_MAX, Answer, Flow
-from tidegate.serve.ledger import Ledger, Outcome, read_totals
+from tidegate.serve.ledger import Ledger, Outcome
+from tidegate.serve.ledger_reading import read_audited, read_totals
 from tidegate.serve.providers import connect
 from tidegate.serve.router_registry import PoolSeen
 from tidegate.serve.routing import RouteRequest, ToLocal
@@ -480,3 +484,118 @@ def test_what_no_provider_has_a_word_for_never_leaves(street: Street, stand_in: 
 
     street.run(story, Pools(replicas=0), stand_in.spec(), spec=ServingSpec(patience_s=0.1, request_deadline_s=0.2))
     assert stand_in.stats()["requests"] == before
+
+
+def test_what_a_leaving_replica_cannot_finish_is_spilled_or_told_to_return(street: Street, stand_in: StandIn) -> None:
+    """C004, C009: a replica that is stopped with work in hand is no 500 for anybody; one whose work never ends is cut
+    off by its drain's deadline, which looks the same from here."""
+
+    async def story(house: House) -> None:
+        house.order(Spillway.OPEN)
+        house.pools.script = [PoolLostError("told to stop"), PoolLostError("told to stop")]
+        spilled, kept = (
+            asyncio.create_task(house.ask("spilled")),
+            asyncio.create_task(house.ask("kept", local_only=True)),
+        )
+        await until(lambda: house.pools.calls == 2, 10, "both are at the replica")
+        house.pools.replicas = 0
+        assert (await spilled).backend == "provider/stand-in"
+        with pytest.raises(ApiError) as refused:
+            await kept
+        assert (refused.value.status, refused.value.code) == (503, "replicas_left")
+        assert "told to stop" in refused.value.message
+        assert refused.value.headers()["retry-after"]
+
+    totals = street.run(story, Pools(), stand_in.spec()).totals()
+    assert (totals["spilled"], totals["failed"], totals["attempts"]) == (1, 1, 3)
+
+
+HEDGED = SPEC.model_copy(update={"hedge_after_s": 0.1, "request_deadline_s": 5.0})
+
+
+def attempts(house: House) -> list[tuple[str, str, int, float]]:
+    house.ledger.close()
+    with closing(sqlite3.connect(house.folder / "g.sqlite")) as db:
+        query = "SELECT backend, outcome, hedge, price_usd FROM attempts ORDER BY attempt"
+        return [(row[0], row[1], row[2], row[3]) for row in db.execute(query)]
+
+
+def proven(house: House) -> Audit:
+    house.ledger.close()
+    return audit(read_audited(house.folder), SystemClock().now_s(), 60.0)
+
+
+def test_a_slow_first_place_is_raced_by_a_second_and_the_loser_is_cancelled(street: Street, stand_in: StandIn) -> None:
+    async def story(house: House) -> None:
+        house.order(Spillway.CLOSED)
+        assert (await house.ask(hedge=True)).backend == "provider/stand-in"
+        assert house.pools.ongoing == 0, "the replica was told to stop"
+
+    house = street.run(story, Pools(stuck=True), stand_in.spec(), spec=HEDGED)
+    assert attempts(house) == [
+        ("provider/stand-in", "answered", 1, 0.01),
+        ("local/a", "cancelled", 0, 0.0),
+    ] or attempts(house) == [("local/a", "cancelled", 0, 0.0), ("provider/stand-in", "answered", 1, 0.01)]
+    assert (proven(house).proven, proven(house).hedged) == (True, 1)
+
+
+def test_a_second_provider_may_be_paid_too_and_the_audit_says_so(street: Street, stand_in: StandIn) -> None:
+    async def story(house: House) -> None:
+        house.order(Spillway.OPEN)
+        async with silent_server() as url:
+            slow = ProviderSpec(name="slow", base_url=url, models={JOB.model: "x"}, price_per_image_usd=0.004)
+            async with street.house(house.pools, (slow, stand_in.spec()), HEDGED) as two:
+                two.order(Spillway.OPEN)
+                assert (await two.ask("both", hedge=True)).backend == "provider/stand-in"
+                assert two.idle()
+
+    house = street.run(story, Pools(replicas=0))
+    assert sorted(attempts(house)) == [
+        ("provider/slow", "cancelled", 0, 0.004),
+        ("provider/stand-in", "answered", 1, 0.01),
+    ]
+    found = proven(house)
+    assert (found.proven, found.hedged, found.paid_twice) == (True, 1, 0)
+    with closing(sqlite3.connect(house.folder / "g.sqlite")) as db, db:
+        db.execute("UPDATE attempts SET hedge = 0")
+    assert proven(house).paid_twice == 1, "without leave the same rows are a finding"
+
+
+def test_without_leave_nothing_is_asked_for_twice(street: Street, stand_in: StandIn) -> None:
+    async def story(house: House) -> None:
+        with pytest.raises(ApiError):
+            await house.ask(hedge=False)
+        with pytest.raises(ApiError):
+            await house.ask("here", hedge=True, local_only=True)
+
+    spec = HEDGED.model_copy(update={"request_deadline_s": 0.6})
+    house = street.run(story, Pools(stuck=True), stand_in.spec(), spec=spec)
+    assert {backend for backend, *_ in attempts(house)} == {"local/a"}
+
+
+def test_a_hedged_client_that_leaves_frees_both_places(street: Street) -> None:
+    async def story(house: House) -> None:
+        ask = asyncio.create_task(house.ask(hedge=True))
+        await until(lambda: house.pools.ongoing == 1, 10, "it is at work")
+        ask.cancel()
+        await asyncio.gather(ask, return_exceptions=True)
+
+    totals = street.run(story, Pools(stuck=True), spec=HEDGED).totals()
+    assert (totals["cancelled"], totals["open"]) == (1, 0)
+
+
+@asynccontextmanager
+async def silent_server() -> AsyncIterator[str]:
+    """It takes every connection and never answers."""
+
+    async def hold(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while await reader.read(4096):
+                pass
+        writer.close()
+
+    server = await asyncio.start_server(hold, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
+    finally:
+        server.close()

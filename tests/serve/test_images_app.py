@@ -13,6 +13,11 @@ import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
+from tidegate.ids import NodeId, PoolName
+from tidegate.serve.options import EngineOptions
+from tidegate.serve.pools import images_plan, images_pool
+from tidegate.serve.work import Size
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -29,7 +34,7 @@ def images() -> ModuleType:
 def test_the_yaml_is_what_serve_deploy_takes(images: ModuleType) -> None:
     config = ServeDeploySchema.model_validate(yaml.safe_load((ROOT / "serve_apps" / "images.yaml").read_text()))
     (app,) = config.applications
-    assert app.external_scaler_enabled
+    assert not app.external_scaler_enabled, "it is the pools' that is scaled"
     assert app.import_path == "serve_apps.images:build"
     args = images.ImagesArgs.model_validate(app.args)
     assert (args.model, args.gateways) == ("tidegate-digits", 1)
@@ -53,15 +58,19 @@ def test_a_misspelt_argument_is_refused(images: ModuleType) -> None:
         images.ImagesArgs(weights="w", gatewais=2)
 
 
-def node(name: str, *, gpus: int, alive: bool = True) -> dict[str, Any]:
-    return {"NodeID": name, "Alive": alive, "Resources": {"CPU": 4.0} | ({"GPU": float(gpus)} if gpus else {})}
-
-
-def test_only_live_nodes_with_gpus_hold_pools(images: ModuleType) -> None:
-    nodes = [node("b", gpus=2), node("head", gpus=0), node("a", gpus=8), node("dead", gpus=8, alive=False)]
-    assert images.gpu_nodes(nodes) == ["a", "b"]
-    with pytest.raises(RuntimeError, match="no live node has a GPU"):
-        images.gpu_nodes([node("head", gpus=0), node("dead", gpus=8, alive=False)])
+def test_a_plan_is_the_same_until_something_in_it_changes() -> None:
+    """A gateway that starts anew must not make the arbiter build the pools anew."""
+    options = EngineOptions(threads=3, sizes=(Size(16, 8),))
+    args: dict[str, Any] = {"app": "images", "weights": "w", "options": options, "requests_per_replica": 5}
+    args |= {"stuck_after_s": 60.0, "drain_s": 5.0}
+    one, again = images_plan(**args, at_s=1.0), images_plan(**args, at_s=2.0)
+    assert one.version == again.version
+    for other in ({"weights": "v"}, {"options": EngineOptions()}, {"requests_per_replica": 2}):
+        assert images_plan(**{**args, **other}, at_s=1.0).version != one.version
+    pool = images_pool(NodeId("a" * 56), PoolName("pool-a"), one.args)._bound_deployment
+    assert pool.ray_actor_options["label_selector"] == {"ray.io/node-id": "a" * 56}
+    assert (pool.name, pool.init_args) == ("pool-a", ("images", "w", options, 60.0))
+    assert pool.max_ongoing_requests == 5
 
 
 def test_building_imports_no_torch() -> None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import sqlite3
-from contextlib import closing
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tidegate.ids import GatewayId, RequestId
-from tidegate.serve.ledger import Attempt, AttemptOutcome, EndedTwiceError, Ledger, Outcome, read_rows, read_totals
+from tidegate.serve.audit import audit
+from tidegate.serve.ledger import Attempt, AttemptOutcome, EndedTwiceError, Ledger, Outcome
+from tidegate.serve.ledger_reading import read_audited, read_rows, read_totals
 from waiting import wait_until
 
 
@@ -52,6 +57,7 @@ def test_totals_over_two_gateways(tmp_path: Path) -> None:
         "refused": 1,
         "cancelled": 1,
         "failed": 1,
+        "lost": 0,
         "open": 1,
         "images": 3,
         "attempts": 3,
@@ -133,3 +139,64 @@ def test_a_locked_file_loses_no_row(tmp_path: Path) -> None:
 def test_an_empty_folder_has_empty_totals(tmp_path: Path) -> None:
     assert set(read_totals(tmp_path).values()) == {0}
     assert list(read_rows(tmp_path)) == []
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from tidegate.serve.ledger import Ledger, Outcome
+ledger = Ledger(Path(sys.argv[1]), sys.argv[2], rotate_bytes=1)
+ledger.accept("answered", 1.0)
+ledger.end("answered", 2.0, Outcome.ANSWERED, backend="local/p", images=1)
+ledger.accept("open", 3.0)
+while ledger.files == 1:
+    pass
+ledger.accept("open too", 4.0)
+ledger._thread.join(2 * 0.5)
+print("written", flush=True)
+sys.stdin.read() if sys.argv[3] == "lives" else os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@contextmanager
+def other_gateway(folder: Path, name: str, fate: str) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-c", KILLED, str(folder), name, fate]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"written\n"
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_what_a_killed_gateway_left_open_is_closed_by_the_next_one_and_explained(tmp_path: Path) -> None:
+    """Rows of its newer file too; those of a gateway that lives, one with nearly the same name, are left alone."""
+    with other_gateway(tmp_path, "g1", "lives"):
+        with other_gateway(tmp_path, "g", "dies") as killed:
+            killed.wait(20)
+        next_one = Ledger(tmp_path, GatewayId("next"))
+        assert next_one.lost == 2
+        again = Ledger(tmp_path, GatewayId("another"))
+        assert again.lost == 0
+        for ledger in (next_one, again):
+            ledger.close()
+        assert [path.name for path in sorted(tmp_path.glob("*.lock"))] == ["g1.lock"]
+        rows = {(row.gateway, row.request_id): row for row in read_rows(tmp_path)}
+        assert (rows["g", "answered"].outcome, rows["g", "open"].outcome) == ("answered", "lost")
+        assert "lost by gateway" in (rows["g", "open too"].reason or "")
+        assert rows["g1", "open"].outcome is None
+        found = audit((row for row in read_audited(tmp_path) if row.gateway == "g"), now_s=1e6, grace_s=60.0)
+        assert (found.accepted, found.lost, found.proven) == (3, 2, False)
+        assert all("lost by gateway" in finding.what for finding in found.findings if finding.request != "answered")
+
+
+def test_a_gateway_that_comes_back_under_its_name_closes_its_own(tmp_path: Path) -> None:
+    with other_gateway(tmp_path, "g", "dies") as killed:
+        killed.wait(20)
+    back = Ledger(tmp_path, GatewayId("g"))
+    assert back.lost == 2
+    back.accept(RequestId("new"), 5.0)
+    back.end(RequestId("new"), 6.0, Outcome.REFUSED, reason="test")
+    back.close()
+    assert read_totals(tmp_path)["open"] == 0

@@ -89,6 +89,47 @@ def test_a_stream_ends_with_each_whole_picture(client: openai.OpenAI) -> None:
     assert (events[0].size, events[0].output_format) == ("16x16", "png")
 
 
+def test_a_stream_shows_unfinished_pictures_on_the_way(light: Light, client: openai.OpenAI) -> None:
+    (whole,) = generate(client, output_format="webp", extra_body={"seed": 3}).data
+    with generate(client, n=2, stream=True, partial_images=2, output_format="webp", extra_body={"seed": 3}) as stream:
+        assert stream.response.headers["content-type"].startswith("text/event-stream")
+        request_id = stream.response.headers["x-tidegate-request-id"]
+        events = list(stream)
+    on_the_way, ends = events[:4], events[4:]
+    assert {event.type for event in on_the_way} == {"image_generation.partial_image"}
+    assert [(event.seed, event.partial_image_index) for event in on_the_way] == [(3, 0), (3, 1), (4, 0), (4, 1)]
+    assert [event.type for event in ends] == ["image_generation.completed"] * 2
+    assert picture(on_the_way[0].b64_json).size == (8, 8)
+    assert {picture(event.b64_json).format for event in events} == {"WEBP"}
+    assert ends[0].b64_json == whole.b64_json
+    assert ends[0].tidegate["backend"] == "local/pool-light"
+    wait_until(lambda: ended(light, request_id) == "answered", 10, "the ledger's row")
+
+
+def ended(light: Light, request_id: str) -> str | None:
+    row = light.rows().get(request_id)
+    return None if row is None else row.outcome
+
+
+def test_what_was_shown_is_not_shown_again_and_a_failure_is_an_event(light: Light, client: openai.OpenAI) -> None:
+    """C166: three replicas are lost with it; each began anew, and the client saw the beginning once."""
+    with generate(client, prompt="torn", stream=True, partial_images=3) as stream:
+        request_id = stream.response.headers["x-tidegate-request-id"]
+        assert next(stream).partial_image_index == 0
+        with pytest.raises(openai.APIError) as failed:
+            next(stream)
+    assert (failed.value.code, failed.value.param) == ("backends_failed", None)
+    wait_until(lambda: ended(light, request_id) == "failed", 10, "the ledger's row")
+    assert light.rows()[request_id].attempts == 3
+
+
+def test_a_client_that_leaves_a_stream_ends_the_work(light: Light, client: openai.OpenAI) -> None:
+    with generate(client, prompt="endless", stream=True, partial_images=3) as stream:
+        request_id = stream.response.headers["x-tidegate-request-id"]
+        assert next(stream).type == "image_generation.partial_image"
+    wait_until(lambda: ended(light, request_id) == "cancelled", 10, "the work to be cancelled")
+
+
 def test_the_async_client(light: Light) -> None:
     async def ask() -> None:
         async with openai.AsyncOpenAI(base_url=f"{light.url}/v1", api_key="none", max_retries=0) as client:
@@ -137,7 +178,8 @@ def test_headers_say_where_and_how_long(light: Light, client: openai.OpenAI) -> 
         ({"extra_body": {"promt": "x"}}, "promt", "unknown_parameter"),
         ({"style": "vivid"}, "style", "unsupported_parameter"),
         ({"background": "transparent"}, "background", "invalid_value"),
-        ({"stream": True, "partial_images": 2}, "partial_images", "invalid_value"),
+        ({"stream": True, "partial_images": 4}, "partial_images", "invalid_value"),
+        ({"partial_images": 2}, "partial_images", "invalid_value"),
         ({"stream": True, "n": 11}, "n", "invalid_value"),
     ],
 )

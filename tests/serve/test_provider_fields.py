@@ -74,6 +74,10 @@ def test_guidance_and_a_negative_prompt_leave_only_where_the_operator_names_them
     assert wants(job) <= honours(named)
     body = body_of(job, named)
     assert (body["guidance_scale"], body["negative_prompt"]) == (3.5, "a three")
+    usual = spec("fal", guidance="cfg", fields={"guidance": "guidance_scale"})
+    assert body_of(job, usual)["guidance_scale"] == 4.5, "1 is no guidance there, 0 is none here"
+    assert "guidance_scale" not in body_of(JOB, usual)
+    assert "negative_prompt" not in honours(usual)
 
 
 def test_only_kinds_that_count_seeds_up_make_several_by_seed() -> None:

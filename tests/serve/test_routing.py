@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tidegate.arbiter.messages import OverBudget, Spillway
 from tidegate.ids import PoolName, ProviderName
+from tidegate.serve.hedging import hedge_at_s, second_place
 from tidegate.serve.routing import (
     PoolView,
     ProviderView,
@@ -20,6 +21,7 @@ from tidegate.serve.routing import (
     ToProvider,
     View,
     Wait,
+    _can_make,
     pick,
     wait_is_for_all,
 )
@@ -247,6 +249,7 @@ requests_st = st.builds(
     excluded_providers=st.frozensets(st.sampled_from(["p", "q", "r"]).map(ProviderName), max_size=2),
     needs=st.frozensets(st.sampled_from(["size", "seed", "seeds", "steps"])),
     images=st.integers(1, 5),
+    hedge_after_s=st.none() | st.floats(0.1, 10),
 )
 
 
@@ -314,3 +317,49 @@ def test_waiting_ends(asked: RouteRequest, seen: View) -> None:
 def test_a_full_house_is_full_for_all(asked: RouteRequest, seen: View) -> None:
     if wait_is_for_all(seen, NOW):
         assert isinstance(pick(asked, seen, NOW), Wait | Reject)
+
+
+@given(requests_st, views_st, st.integers(0, 5))
+def test_a_second_place_is_another_one_and_only_for_who_may_be_made_twice(
+    asked: RouteRequest, seen: View, which: int
+) -> None:
+    places = [*(ToLocal(p.pool) for p in seen.pools), *(ToProvider(p.name) for p in seen.providers)]
+    if not places:
+        return
+    first = places[which % len(places)]
+    second = second_place(asked, first, seen, NOW)
+    if asked.hedge_after_s is None or asked.deadline_s <= NOW:
+        assert second is None
+    if second is not None:
+        assert second != first
+        assert asked.may_leave or isinstance(second, ToLocal)
+        assert pick(replace(asked, patience_until_s=NOW), seen, NOW) is not None
+
+
+@given(requests_st, st.floats(NOW - 5, NOW + 30))
+def test_a_hedge_comes_after_its_time_and_before_the_deadline(asked: RouteRequest, started_at_s: float) -> None:
+    at_s = hedge_at_s(asked, started_at_s)
+    if at_s is not None:
+        assert asked.hedge_after_s is not None
+        assert started_at_s < at_s < asked.deadline_s
+
+
+@given(requests_st, views_st, st.integers(0, 20))
+def test_nothing_is_started_where_replicas_are_to_leave(asked: RouteRequest, seen: View, ahead: int) -> None:
+    """C010: gateways hear of a drain by the allowance 0 before it begins; from then on nothing begins there, however
+    short: so what is under way has the whole of the drain's time."""
+    drained = replace(seen, pools=tuple(replace(pool, replicas=0) for pool in seen.pools))
+    assert not isinstance(pick(asked, drained, NOW, ahead), ToLocal)
+
+
+@given(requests_st, views_st)
+def test_resting_providers_are_waited_for_while_one_returns_in_time(asked: RouteRequest, seen: View) -> None:
+    """All of them cooling down is no instant error."""
+    rests = NOW + 1.0
+    providers = tuple(replace(one, resting_until_s=rests, ongoing=0) for one in seen.providers)
+    view = replace(seen, pools=(), providers=providers, over_budget=None)
+    step = pick(asked, view, NOW)
+    able = [one for one in providers if _can_make(one, asked)]
+    if able and asked.deadline_s > rests and asked.deadline_s > NOW:
+        assert step == Wait(rests)
+        assert isinstance(pick(asked, view, rests), ToProvider)

@@ -31,11 +31,12 @@ from stand_in import StandIn
 
 from tidegate.arbiter.client import ACTOR_NAME, NAMESPACE
 from tidegate.arbiter.messages import GatewayReport, Orders, ReplicaReport, Spillway, Weights
-from tidegate.ids import Generation, NodeId, PoolName, pool_name
+from tidegate.arbiter.pools_on_serve import lay_pools
+from tidegate.ids import Generation, NodeId, PoolName, pool_name, pools_app
 from tidegate.ports import free_port
 from tidegate.serve.admission import Limits
 from tidegate.serve.arbiter_link import canary_job
-from tidegate.serve.ledger import RequestRow, read_rows, read_totals
+from tidegate.serve.ledger_reading import RequestRow, read_rows, read_totals
 from tidegate.serve.router_registry import ROUTERS, PoolSeen
 from tidegate.serve.work import PoolBusyError, Size
 from tidegate.spec.load import load_model
@@ -116,13 +117,13 @@ class Room:
     def scale(self, replicas: int) -> None:
         """As the arbiter does: by Serve's external scaler."""
         controller = ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
-        ray.get(controller.update_deployment_replicas.remote(DeploymentID(self.pool, APP), replicas))
+        ray.get(controller.update_deployment_replicas.remote(DeploymentID(self.pool, pools_app(APP)), replicas))
 
     def replica_states(self) -> dict[str, str]:
         """The pool's replicas as Serve's controller lists them, pending ones too."""
         controller = ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
         details = ray.get(controller.get_serve_instance_details.remote())
-        replicas = details["applications"][APP]["deployments"][self.pool]["replicas"]
+        replicas = details["applications"][pools_app(APP)]["deployments"][self.pool]["replicas"]
         return {row["replica_id"]: str(getattr(row["state"], "value", row["state"])) for row in replicas}
 
     def running(self) -> int:
@@ -189,10 +190,14 @@ def room(tmp_path_factory: pytest.TempPathFactory, stand_in_process: StandIn) ->
         serve.start(proxy_location=ProxyLocation.HeadOnly, http_options=HTTPOptions(host="127.0.0.1", port=port))
         app = images_app()
         args = app.ImagesArgs(weights=str(exports / "first"), model=MODEL, policy=str(policy))
-        serve.run(app.build(args), name=APP, route_prefix="/", external_scaler_enabled=True)
-        pool = pool_name(NodeId(ray.nodes()[0]["NodeID"]))
-        room = Room(f"http://127.0.0.1:{port}", pool, arbiter, stand_in_process, work / "state", exports)
+        serve.run(app.build(args), name=APP, route_prefix="/")
+        node = NodeId(ray.nodes()[0]["NodeID"])
+        room = Room(f"http://127.0.0.1:{port}", pool_name(node), arbiter, stand_in_process, work / "state", exports)
         wait_until(lambda: room.heard()[0], 60, "the gateway's first report")
+        plan = room.gateway().plan
+        assert plan is not None
+        lay_pools(APP, plan, {node: 0})  # as the arbiter does
+        room.order(Spillway.CLOSED, **{room.pool: 2})
         room.scale(2)
         room.wait_running(2)
         yield room
@@ -228,6 +233,20 @@ def test_the_openai_client_works_unchanged(room: Room) -> None:
     assert (answer.size, answer.output_format) == ("8x8", "png")  # C175
     assert room.make("a seven", seed=9) == (f"local/{room.pool}", base64.b64decode(pictures[2] or ""))
     assert [model.id for model in room.client.models.list().data] == [MODEL]
+
+
+def test_unfinished_pictures_stream_from_a_replica_to_the_client(room: Room) -> None:
+    room.order(Spillway.CLOSED)
+    _, whole = room.make("a seven", seed=9)
+    how = {"model": MODEL, "prompt": "a seven", "stream": True, "partial_images": 2}
+    with room.client.images.generate(**how, extra_body={"seed": 9}) as stream:  # type: ignore[call-overload]
+        events = list(stream)
+    kinds = [event.type.rpartition(".")[2] for event in events]
+    assert kinds == ["partial_image", "partial_image", "completed"]
+    assert [event.partial_image_index for event in events[:2]] == [0, 1]
+    assert base64.b64decode(events[-1].b64_json) == whole
+    assert events[-1].tidegate["backend"] == f"local/{room.pool}"
+    wait_until(lambda: all(load.ongoing == 0 for load in room.gateway().pools), 20, "the slot to be free")
 
 
 def test_errors_have_openais_shape(room: Room) -> None:
@@ -324,7 +343,7 @@ def test_the_router_refuses_at_once_and_keeps_nothing(room: Room) -> None:
     """Full and empty pools, through a handle of this process: Serve's own router would let each request wait."""
     room.order(Spillway.CLOSED)
     room.wait_running(2)
-    make = serve.get_deployment_handle(room.pool, APP).make
+    make = serve.get_deployment_handle(room.pool, pools_app(APP)).make
     job = replace(canary_job(Limits(model=MODEL, sizes=(Size(8, 8),))), images=10, steps=200)
     with ThreadPoolExecutor(6) as callers:
         ends = [callers.submit(make.remote(job).result, timeout_s=60) for _ in range(6)]

@@ -14,7 +14,7 @@ from test_flow import House, Pools, Street
 from tidegate.arbiter.messages import Spillway
 from tidegate.serve.api import ApiError
 from tidegate.serve.backends import Backends
-from tidegate.serve.ledger import read_audited, read_totals
+from tidegate.serve.ledger_reading import read_audited, read_totals
 from tidegate.serve.timeouts import FEW, attempt_s, too_tight
 from tidegate.spec.policy import ServingSpec
 from tidegate.spec.providers import ProviderSpec

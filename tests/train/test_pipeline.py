@@ -32,7 +32,6 @@ from tidegate.serve.engine import Engine
 from tidegate.train.config import RunConfig
 from tidegate.train.export import MANIFEST, ExportManifest, export_id, load_export, write_export
 from tidegate.train.model import seeded
-from tidegate.train.pipeline import Painter
 from tidegate.train.recipe import Recipe
 from tidegate.train.sample import Cancelled, grid
 
@@ -153,7 +152,7 @@ def test_the_shift_travels_in_the_scheduler(shift: str | float, parts: Path, tmp
 
 
 def test_the_engine_paints_what_diffusers_paints(exported: Path) -> None:
-    engine = Engine(exported, threads=1)
+    engine = Engine(exported)
     pngs, _ = engine.generate(["a red fox", "snow"], [7, 8])
     ours = np.stack([np.asarray(Image.open(io.BytesIO(png))) for png in pngs])
     assert ours.shape == (2, 16, 32, 3)
@@ -185,13 +184,12 @@ def test_the_engine_paints_what_diffusers_paints(exported: Path) -> None:
 
 
 def test_it_stops_between_two_steps(exported: Path) -> None:
-    network, recipe = load_export(exported)
-    painter = Painter(exported, network, recipe, torch.device("cpu"))
+    engine = Engine(exported)
     asked = iter([False, False, True])
     with pytest.raises(Cancelled, match="cancelled after 2 of 9 steps"):
-        painter(["snow"], [1], steps=9, cancelled=lambda: next(asked))
-    with pytest.raises(Cancelled, match="cancelled after 0 of 3 steps"):
-        painter(["snow"], [1], cancelled=lambda: True)
+        engine.generate(["snow"], [1], steps=9, cancelled=lambda: next(asked))
+    with pytest.raises(Cancelled, match="cancelled after 0"):
+        engine.generate(["snow"], [1], cancelled=lambda: True)
 
 
 def test_every_part_is_in_the_manifest(exported: Path, tmp_path: Path) -> None:
@@ -207,14 +205,14 @@ def test_every_part_is_in_the_manifest(exported: Path, tmp_path: Path) -> None:
     data[-1] ^= 1
     weights.write_bytes(data)
     with pytest.raises(ModelRefusedError, match="text_encoder/"):
-        Engine(tmp_path / "torn", threads=1)
+        Engine(tmp_path / "torn")
 
 
 def test_latents_without_the_other_parts_are_not_served(tmp_path: Path) -> None:
     run = config()
     write_export(tmp_path / "out", run.model, seeded(run.model, 0).state_dict(), Recipe.of(run), run="a", step=1)
     with pytest.raises(ModelRefusedError, match="--parts"):
-        Engine(tmp_path / "out", threads=1)
+        Engine(tmp_path / "out")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
-from ray.util.metrics import Gauge
+from ray.util.metrics import Counter, Gauge
 
 from tidegate.arbiter import purse
 from tidegate.arbiter.client import ACTOR_NAME, NAMESPACE, ON_HEAD
@@ -26,9 +26,11 @@ from tidegate.arbiter.messages import (
     JournalEntry,
     Orders,
     ReplicaReport,
+    Seat,
     Verdict,
     Weights,
 )
+from tidegate.arbiter.moves import Impose
 from tidegate.arbiter.on_ray import RayFleet
 from tidegate.arbiter.states import ENDED, ClaimState
 from tidegate.arbiter.status import status_of
@@ -70,12 +72,12 @@ class Arbiter:
         await _come(lambda: self._loop.book.orders.generation != report.acked, wait_s)
         return self._loop.book.orders
 
-    async def report_health(self, report: HealthReport) -> dict[GpuId, ClaimId]:
+    async def report_health(self, report: HealthReport) -> dict[GpuId, Seat]:
         before = self._loop.health.get(report.node)
-        self._loop.health[report.node] = report
+        answer = self._loop.report_health(report)
         if before is None or [v.rule for v in before.verdicts] != [v.rule for v in report.verdicts]:
             self._wake.set()
-        return self._loop.gangs_at(report)
+        return answer
 
     async def report_gang(self, report: GangReport) -> GangOrders:
         orders = self._loop.report_gang(report)
@@ -84,6 +86,9 @@ class Arbiter:
 
     async def report_replica(self, app: str, report: ReplicaReport) -> Weights | None:
         return self._loop.report_replica(app, report)
+
+    async def note(self, entry: JournalEntry) -> None:
+        await asyncio.to_thread(self._loop.note, entry)
 
     async def claim(self, spec: ClaimSpec) -> ClaimId:
         claim = self._loop.file(spec)
@@ -157,6 +162,9 @@ class _Gauges:
         self._spillway = Gauge("tidegate_spillway_open", "1 while overflow goes out at once")
         self._claims = Gauge("tidegate_claims", "Open claims by state", tag_keys=("state",))
         self._spent = Gauge("tidegate_spill_spent_usd", "Paid to providers in this hour or day", tag_keys=("period",))
+        self._evictions = Counter(
+            "health_evictions_total", "GPUs and nodes taken out of gangs, by rule", tag_keys=("rule",)
+        )
         self._held_back = Gauge("tidegate_findings_held_back", "Verdicts that the fleet brake keeps back")
 
     def show(self, loop: ArbiterLoop) -> None:
@@ -168,6 +176,9 @@ class _Gauges:
         self._spent.set(spent.hour_usd, {"period": "hour"})
         self._spent.set(spent.day_usd, {"period": "day"})
         self._held_back.set(len(loop.book.held_back))
+        for move in loop.decision.moves:
+            if isinstance(move, Impose):  # each decision is shown once
+                self._evictions.inc(1.0, {"rule": move.verdict.rule})
         for state in ClaimState:
             if state not in ENDED:
                 count = sum(1 for claim in loop.book.claims.values() if claim.state is state)

@@ -19,6 +19,7 @@ from tidegate.arbiter.moves import (
     Hold,
     Impose,
     Join,
+    LayPools,
     Lift,
     Move,
     Pardon,
@@ -74,6 +75,8 @@ class Book:
     targets: Mapping[PoolName, int] = field(default_factory=dict)
     raised_at_s: float = 0.0
     """When a pool's target was raised last."""
+    laid_at_s: float = 0.0
+    """When pools were built or taken away last."""
     released_at_s: Mapping[NodeId, float] = field(default_factory=dict)
     """When a claim let a node go, last."""
     quarantines: Mapping[Hold, Quarantine] = field(default_factory=dict)
@@ -174,6 +177,9 @@ def apply(book: Book, move: Move) -> Book:
                 raised_at_s=move.at_s if raised else book.raised_at_s,
                 generation=_next(book),
             )
+        case LayPools():
+            targets = {pool_name(node): count for node, count in move.targets.items()}
+            return replace(book, targets=targets, laid_at_s=move.at_s, generation=_next(book))
         case Give():
             return replace(
                 _with_claim(book, replace(book.claims[move.claim], grant=move.grant)), generation=move.grant.generation

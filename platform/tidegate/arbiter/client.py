@@ -23,6 +23,7 @@ from tidegate.arbiter.messages import (
     JournalEntry,
     Orders,
     ReplicaReport,
+    Seat,
     Verdict,
     Weights,
 )
@@ -62,10 +63,10 @@ class ArbiterClient:
         orders: Orders = await self._ask("exchange", report, wait_s)
         return orders
 
-    async def report_health(self, report: HealthReport) -> dict[GpuId, ClaimId]:
-        """A node's report; the answer is which gang computes on which of its GPUs."""
-        gangs: dict[GpuId, ClaimId] = await self._ask("report_health", report)
-        return gangs
+    async def report_health(self, report: HealthReport) -> dict[GpuId, Seat]:
+        """A node's report; the answer is whose ranks compute on its GPUs, and how their gangs do."""
+        seats: dict[GpuId, Seat] = await self._ask("report_health", report)
+        return seats
 
     async def report_replica(self, app: str, report: ReplicaReport) -> Weights | None:
         """A replica's report; the answer is what it should serve, None where nothing was published."""
@@ -76,6 +77,10 @@ class ArbiterClient:
         """A gang's report; the answer is what it does next."""
         orders: GangOrders = await self._ask("report_gang", report)
         return orders
+
+    async def note(self, entry: JournalEntry) -> None:
+        """Write something seen into the journal, for `tidegate why`."""
+        await self._ask("note", entry)
 
     # A run
 

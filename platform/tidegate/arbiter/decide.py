@@ -15,6 +15,7 @@ from tidegate.arbiter.claim import Claim
 from tidegate.arbiter.claims import claim_moves, find, queued
 from tidegate.arbiter.messages import ClaimSpec, Spillway
 from tidegate.arbiter.moves import Advance, Move, Route, Shed, Spend
+from tidegate.arbiter.moves import reason as why
 from tidegate.arbiter.quarantines import quarantine_moves
 from tidegate.arbiter.situation import NOTHING, Moves, Situation
 from tidegate.arbiter.states import HOLDING, WAITING, ClaimState
@@ -60,12 +61,14 @@ def _purse(s: Situation) -> Moves:
 
 
 def _pools(s: Situation) -> Moves:
-    moves = (
+    laid = pools.layings(s.view, s.book, s.gateways, s.now_s)
+    # What is being built can't be set: the next look shows it.
+    moves: tuple[Move, ...] = laid or (
         *pools.reassertions(s.book, s.pools_astray, s.now_s),
-        *pools.lowerings(s.view, s.book, s.now_s),
+        *pools.lowerings(s.view, s.book, s.policy.serving, s.now_s),
         *pools.raises(s.view, s.book, s.pools_astray, s.policy.serving, s.now_s),
     )
-    return moves, "; ".join(dict.fromkeys(move.reason for move in moves))
+    return moves, "; ".join(dict.fromkeys(map(why, moves)))
 
 
 def _routes(s: Situation) -> Moves:
@@ -76,7 +79,7 @@ def _routes(s: Situation) -> Moves:
         allowances = {name: count for name, count in allowances.items() if name in there}
     spillway = orders.spillway
     if spillway is Spillway.OPEN and not any(_needs_spillway(s, claim) for claim in s.book.claims.values()):
-        spillway = Spillway.CLOSED if pools.all_home(s.view, s.book) else spillway
+        spillway = Spillway.CLOSED if pools.all_home(s.view, s.book, s.policy.serving) else spillway
     if spillway is orders.spillway and allowances == orders.allowances:
         return NOTHING
     reason = "targets changed" if spillway is orders.spillway else "all replicas are home: the spillway closes"

@@ -21,14 +21,18 @@ from tidegate.arbiter.messages import (
     GatewayReport,
     HealthReport,
     JournalEntry,
+    Middle,
     ReplicaReport,
+    Seat,
     Verdict,
     Weights,
     When,
 )
+from tidegate.arbiter.middles import middles_of, place_of
 from tidegate.arbiter.moves import OPERATOR_RULE, File, Impose, Move, Pardon, Publish, Release, Unbrake
 from tidegate.arbiter.owners import owners
 from tidegate.arbiter.preflight import check_fits
+from tidegate.arbiter.sizing import Load, LoadWatch, need
 from tidegate.arbiter.states import ENDED, ClaimState
 from tidegate.arbiter.view import GroupState, NodeSeen, PoolSeen, View, gpus_of, live_gateways, overflow
 from tidegate.clock import Clock
@@ -40,6 +44,10 @@ from tidegate.telemetry.goodput import Span, SpanBook
 GANG_SILENT_S = 5.0
 """A gang that has not reported for this long is not known to compute."""
 
+MIDDLES_EVERY_S = 1.0
+STALLED_AFTER_S = 3.0
+"""After so long between two of its own ticks the arbiter does not know whether others were silent or it was deaf."""
+
 log = logging.getLogger(__name__)
 
 
@@ -49,6 +57,10 @@ class FleetSeen:
 
     nodes: Mapping[NodeId, NodeSeen] = field(default_factory=dict)
     pools: Mapping[PoolName, PoolSeen] = field(default_factory=dict)
+    strays: frozenset[PoolName] = frozenset()
+    """Pools of nodes that are gone."""
+    serves: bool = True
+    """Serve has the application."""
     groups: Mapping[ClaimId, GroupState] = field(default_factory=dict)
     leaked: Mapping[str, ClaimId] = field(default_factory=dict)
     gangs_gone: Mapping[ClaimId, str] = field(default_factory=dict)
@@ -62,6 +74,16 @@ class Fleet(Protocol):
 
     def apply(self, move: Move, book: Book) -> None:
         """Carry out one move. Idempotent: a move may come twice after a restart. Raises whatever went wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What all GPUs of one gang do, worked out for all of its nodes at once."""
+
+    at_s: float
+    gpus: tuple[GpuId, ...]
+    places: Mapping[GpuId, int]
+    middles: Mapping[str, Middle]
 
 
 @dataclass(slots=True)
@@ -82,7 +104,13 @@ class ArbiterLoop:
     gang_of: dict[GpuId, ClaimId] = field(init=False, default_factory=dict)
     """Whose rank stands on a GPU, by the gangs' newest reports."""
     replicas: dict[str, ReplicaReport] = field(init=False, default_factory=dict)
+    heard_s: dict[NodeId, float] = field(init=False, default_factory=dict)
+    """When each node's health agent reported last, by the arbiter's own clock (C190)."""
+    _known: dict[ClaimId, _Known] = field(init=False, default_factory=dict)
+    _ticked_s: float | None = field(init=False, default=None)
     _overflow_since_s: float | None = field(init=False, default=None)
+    _watch: LoadWatch = field(init=False)
+    _watched_since_s: float | None = field(init=False, default=None)
     _looked: bool = field(init=False, default=False)
     _began_s: float = field(init=False)
     _lock: threading.RLock = field(init=False, default_factory=threading.RLock)
@@ -91,14 +119,20 @@ class ArbiterLoop:
     def __post_init__(self) -> None:
         self.book = self.journal.book()
         self._began_s = self.clock.now_s()
+        sizing = self.policy.serving.sizing
+        self._watch = LoadWatch(keep_s=sizing.to_zero_after_s if sizing else 0.0)
 
     def tick(self) -> Decision:
         seen = self.fleet.look(self.book)
         with self._lock:
             self.seen, self._looked = seen, True
             self._watch_overflow()
-            view = self.view()
+            self._watch_load()
             now_s = self.clock.now_s()
+            if self._ticked_s is not None and not 0 <= now_s - self._ticked_s <= STALLED_AFTER_S:
+                self.heard_s = dict.fromkeys(self.heard_s, now_s)
+            self._ticked_s = now_s
+            view = self.view()
             self.decision = decide(self.book, view, self.policy, now_s)
             self._commit(self.decision.moves, self.decision.reason, now_s)
             self.spans.observe(owners(self.book, view), now_s)
@@ -111,6 +145,8 @@ class ArbiterLoop:
         return View(
             nodes=self.seen.nodes,
             pools=self.seen.pools,
+            strays=self.seen.strays,
+            serves=self.seen.serves,
             groups=self.seen.groups,
             leaked=self.seen.leaked,
             gateways=dict(self.gateways),
@@ -118,6 +154,8 @@ class ArbiterLoop:
             gangs=dict(self.gangs),
             gangs_gone=self.seen.gangs_gone,
             replicas=dict(self.replicas),
+            load=self._load(),
+            silent_since_s=self._silent_since_s(),
             up_for_s=self.clock.now_s() - self._began_s,
             overflow_for_s=0.0 if since_s is None else self.clock.now_s() - since_s,
         )
@@ -158,6 +196,18 @@ class ArbiterLoop:
             self.gateways[report.gateway] = report
             self._watch_overflow()
 
+    def report_health(self, report: HealthReport) -> dict[GpuId, Seat]:
+        self.health[report.node] = report
+        self.heard_s[report.node] = self.clock.now_s()
+        return self.seats_at(report)
+
+    def _silent_since_s(self) -> dict[NodeId, float]:
+        """Empty where nobody at all is heard: then it is the arbiter that does not hear."""
+        now_s, limit_s = self.clock.now_s(), self.policy.health.agent_silent_after_s
+        here = {node: at_s for node, at_s in self.heard_s.copy().items() if node in self.seen.nodes}
+        silent = {node: at_s for node, at_s in here.items() if now_s - at_s > limit_s}
+        return silent if len(silent) < len(here) else {}
+
     def report_gang(self, report: GangReport) -> GangOrders:
         before = self.gangs.get(report.claim)
         self.gangs[report.claim] = report
@@ -178,8 +228,9 @@ class ArbiterLoop:
             )
         return _orders(report.claim, self.book.claims.get(report.claim))
 
-    def gangs_at(self, report: HealthReport) -> dict[GpuId, ClaimId]:
-        """The node's GPUs on which gangs compute now, and which: those of one gang should do equally well."""
+    def seats_at(self, report: HealthReport) -> dict[GpuId, Seat]:
+        """The node's GPUs on which gangs compute now, and how those do as a whole: GPUs of one gang should do equally
+        well."""
         at_work = {}
         for gpu in report.gpus:
             claim = self.gang_of.get(gpu.uuid)
@@ -187,8 +238,23 @@ class ArbiterLoop:
             if claim is None or gang is None or gang.phase is not GangPhase.RUNNING:
                 continue
             if self.clock.now_s() - gang.at_s <= GANG_SILENT_S:
-                at_work[gpu.uuid] = claim
+                at_work[gpu.uuid] = self._seat(gang, gpu.uuid)
         return at_work
+
+    def _seat(self, gang: GangReport, gpu: GpuId) -> Seat:
+        known = self._known.get(gang.claim)
+        now_s = self.clock.now_s()
+        if known is None or known.gpus != gang.gpus or not 0 <= now_s - known.at_s < MIDDLES_EVERY_S:
+            fresh = [self.health[node] for node, at_s in self.heard_s.items() if now_s - at_s <= GANG_SILENT_S]
+            known = _Known(now_s, gang.gpus, place_of(gang), middles_of(gang, fresh))
+            self._known[gang.claim] = known
+        rank = known.places[gpu]
+        return Seat(
+            claim=gang.claim,
+            pid=gang.pids[rank] if rank < len(gang.pids) else None,
+            compute_s=gang.compute_s[rank] if rank < len(gang.compute_s) else None,
+            middles=known.middles,
+        )
 
     def forecast(self, spec: ClaimSpec) -> Forecast:
         """What would become of this claim; raises as `file` does."""
@@ -306,6 +372,28 @@ class ArbiterLoop:
             if said != self._noted:
                 self._noted = said
                 self.note(JournalEntry(at_s=self.clock.now_s(), kind="failed_move", reason=said))
+
+    def _watch_load(self) -> None:
+        """While no gateway reports nothing is known, and the load is not taken for gone."""
+        sizing, now_s = self.policy.serving.sizing, self.clock.now_s()
+        gateways = live_gateways(self.gateways, now_s, self.policy.arbiter.gateway_silent_after_s)
+        if sizing is None or not gateways:
+            self._watched_since_s = None
+            return
+        if self._watched_since_s is None:
+            self._watched_since_s = now_s
+        running = sum(pool.running for pool in self.seen.pools.values())
+        self._watch.observe(now_s, need(gateways, running, sizing.utilisation))
+
+    def _load(self) -> Load | None:
+        sizing, now_s, since_s = self.policy.serving.sizing, self.clock.now_s(), self._watched_since_s
+        if sizing is None:
+            return None
+        return Load(
+            highest=self._watch.highest(now_s, sizing.down_after_s),
+            highest_to_zero=self._watch.highest(now_s, sizing.to_zero_after_s),
+            watched_s=0.0 if since_s is None else now_s - since_s,
+        )
 
     def _watch_overflow(self) -> None:
         """Overflow lasts for as long as every look at the gateways shows some."""

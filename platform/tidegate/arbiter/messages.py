@@ -53,6 +53,12 @@ class GpuSeen:
     memory_used_bytes: int | None = None
     processes: int | None = None
     """Compute processes that the driver lists on it."""
+    run: ClaimId | None = None
+    """Whose rank computes on it, as the arbiter has said last."""
+    step_compute_s: float | None = None
+    """What that rank computes in a step before its collectives."""
+    straggler_score: float | None = None
+    """Its gang's median of that, divided by its own: 1 = like its peers, lower = slower than they."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +71,30 @@ class HealthReport:
     """All that stand now."""
     source_error: str | None = None
     """Why the inventory is empty or stale, e.g. "NVML: library not found"."""
+    compared: Mapping[str, Mapping[GpuId, float]] = field(default_factory=dict)
+    """What is compared over all nodes of a gang: signal -> GPU that is at work -> value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Middle:
+    """Of one signal over all GPUs of a gang that are at work, whatever node they are in."""
+
+    count: int
+    median: float
+    mad: float
+    """Median of the absolute deviations from the median."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """The rank on a GPU, and its gang: the arbiter's answer to a health report, for each GPU that computes now."""
+
+    claim: ClaimId
+    pid: int | None = None
+    compute_s: float | None = None
+    """What it computes in a step before its collectives."""
+    middles: Mapping[str, Middle] = field(default_factory=dict)
+    """By signal; without those of which too few GPUs tell."""
 
 
 # --- serving ----------------------------------------------------------------------------------------------------
@@ -98,6 +128,19 @@ class Orders:
     """Send one canary request to every provider and report it under this name (once each name)."""
     over_budget: OverBudget | None = None
     """None: a provider may be paid."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolPlan:
+    """How the pools of an application are built: its gateways tell, since the arbiter knows no engine."""
+
+    builder: str
+    """`module:function`; called with a node's id, its pool's name and `args`, it gives the bound Serve deployment."""
+    args: Mapping[str, str | int | float]
+    version: str
+    """Two plans of one version build the same pools: replicas of it stay when the plan comes again."""
+    at_s: float
+    """When the application was built: the newest plan holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +197,8 @@ class GatewayReport:
     """Made by replicas here, over the last minute."""
     local_busy_replicas: float = 0.0
     """Replicas that these images kept busy: their GPU-seconds per second, over the last minute."""
+    plan: PoolPlan | None = None
+    """Of its application's pools; None = they are not the arbiter's to build."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,6 +311,8 @@ class GangReport:
     """GPUs that hold a rank now, by rank."""
     pids: tuple[int | None, ...] = ()
     """Process of each rank on its node; None while it starts."""
+    compute_s: tuple[float | None, ...] = ()
+    """What each rank computes in a step before its collectives; None where it has not told."""
     loss: float | None = None
     images_per_s: float | None = None
     mfu: float | None = None

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, assert_never
 
-from tidegate.arbiter.messages import ClaimSpec, Grant, OverBudget, Spillway, Verdict, Weights
+from tidegate.arbiter.messages import ClaimSpec, Grant, OverBudget, PoolPlan, Spillway, Verdict, Weights
 from tidegate.arbiter.states import ClaimState
 from tidegate.ids import ClaimId, GatewayId, GpuId, NodeId, PoolName
 
@@ -91,6 +91,21 @@ class SetTarget:
     at_s: float
     claim: ClaimId | None = None
     """For which it drains."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayPools:
+    """Build the pools that lack, anew those of an older plan, and take away those of nodes that are gone."""
+
+    kind: Literal["lay_pools"] = "lay_pools"
+    plan: PoolPlan | None
+    """None only where none are to be left."""
+    targets: Mapping[NodeId, int]
+    """All nodes that are to have one, and how many replicas each has to begin with."""
+    pools: tuple[PoolName, ...]
+    """Those that change."""
+    reason: str
+    at_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,6 +257,7 @@ Move: TypeAlias = (
     | Probe
     | Route
     | SetTarget
+    | LayPools
     | StopReplicas
     | Join
     | CreateGroup
@@ -270,6 +286,8 @@ def subjects(move: Move) -> tuple[str, ...]:
             return (move.claim, *(move.nodes or ()))
         case CreateGroup() | Join():
             return (move.claim, *move.nodes)
+        case LayPools():
+            return move.pools
         case StopReplicas():
             return (move.claim, *move.pools)
         case Route():
@@ -298,7 +316,7 @@ def subjects(move: Move) -> tuple[str, ...]:
 def reason(move: Move) -> str:
     """The sentence that explains a move."""
     match move:
-        case Release() | Advance() | Route() | SetTarget() | StopReplicas() | Join():
+        case Release() | Advance() | Route() | SetTarget() | LayPools() | StopReplicas() | Join():
             return move.reason
         case Lift() | Pardon() | Evict() | Brake() | Unbrake() | Spend():
             return move.reason

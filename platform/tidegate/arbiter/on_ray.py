@@ -32,6 +32,7 @@ from tidegate.arbiter.moves import (
     Give,
     Impose,
     Join,
+    LayPools,
     Lift,
     Move,
     Pardon,
@@ -46,8 +47,18 @@ from tidegate.arbiter.moves import (
     StopReplicas,
     Unbrake,
 )
+from tidegate.arbiter.pools_on_serve import PLAN, lay_pools, take_pools_away
 from tidegate.arbiter.view import GroupState, NodeSeen, PoolSeen
-from tidegate.ids import ClaimId, NodeId, PoolName, coordinator_name, health_agent_name, pool_name
+from tidegate.ids import (
+    POOL_PREFIX,
+    ClaimId,
+    NodeId,
+    PoolName,
+    coordinator_name,
+    health_agent_name,
+    pool_name,
+    pools_app,
+)
 
 log = logging.getLogger(__name__)
 
@@ -67,9 +78,12 @@ class RayFleet:
     def look(self, book: Book) -> FleetSeen:
         nodes = _gpu_nodes()
         groups, leaked = _groups(book)
+        pools, strays, serves = _pools(self.app, nodes)
         return FleetSeen(
             nodes=nodes,
-            pools=_pools(self.app, nodes),
+            pools=pools,
+            strays=strays,
+            serves=serves,
             groups=groups,
             leaked=leaked,
             gangs_gone=self._gangs_gone(book),
@@ -79,10 +93,15 @@ class RayFleet:
         match move:
             case SetTarget():
                 controller = ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
-                deployment = DeploymentID(name=move.pool, app_name=self.app)
+                deployment = DeploymentID(name=move.pool, app_name=pools_app(self.app))
                 ray.get(
                     controller.update_deployment_replicas.remote(deployment, move.replicas), timeout=CALL_DEADLINE_S
                 )
+            case LayPools():
+                if move.plan is None:
+                    take_pools_away(self.app)
+                else:
+                    lay_pools(self.app, move.plan, move.targets)
             case CreateGroup():
                 name = group_name(book.claims[move.claim])
                 if _find_group(name) is None:
@@ -152,26 +171,27 @@ def _gpu_nodes() -> dict[NodeId, NodeSeen]:
     }
 
 
-def _deployments(app: str) -> dict[str, Any]:
-    """The application's deployments as Serve's controller has them; none where Serve is not running."""
+def _apps() -> dict[str, dict[str, Any]]:
+    """What Serve's controller has: application -> deployment -> its details. None where it is away."""
     try:
         controller = ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
         details = ray.get(controller.get_serve_instance_details.remote(), timeout=CALL_DEADLINE_S)
     except (ValueError, ray.exceptions.RayError, TimeoutError):
         return {}  # not running, or its controller restarts: nothing can be set either
-    deployments: dict[str, Any] = details["applications"].get(app, {}).get("deployments", {})
-    return deployments
+    return {name: app["deployments"] for name, app in details["applications"].items()}
 
 
 def _state(replica: dict[str, Any]) -> str:
     return str(getattr(replica["state"], "value", replica["state"]))
 
 
-def _pools(app: str, nodes: dict[NodeId, NodeSeen]) -> dict[PoolName, PoolSeen]:
-    deployments = _deployments(app)
+def _pools(app: str, nodes: dict[NodeId, NodeSeen]) -> tuple[dict[PoolName, PoolSeen], frozenset[PoolName], bool]:
+    """The pools of live nodes, those of others, and whether the application that they are for is there."""
+    apps = _apps()
+    rows = apps.get(pools_app(app), {})
     pools = {}
     for node in nodes:
-        row = deployments.get(pool_name(node))
+        row = rows.get(pool_name(node))
         if row is None:
             continue
         states = [_state(replica) for replica in row["replicas"]]
@@ -183,13 +203,15 @@ def _pools(app: str, nodes: dict[NodeId, NodeSeen]) -> dict[PoolName, PoolSeen]:
             running=running,
             starting=len(states) - running - stopping,
             stopping=stopping,
+            plan=str((row["deployment_config"].get("user_config") or {}).get(PLAN, "")),
         )
-    return pools
+    strays = frozenset(PoolName(name) for name in rows if name.startswith(POOL_PREFIX) and name not in pools)
+    return pools, strays, app in apps
 
 
 def _stopping_replicas(app: str, pools: tuple[PoolName, ...]) -> list[str]:
     """Names of the replica actors that were told to stop and have not."""
-    deployments = _deployments(app)
+    deployments = _apps().get(pools_app(app), {})
     rows = [row for pool in pools for row in deployments.get(pool, {"replicas": ()})["replicas"]]
     return [row["actor_name"] for row in rows if _state(row) == "STOPPING" and row["actor_name"]]
 

@@ -5,15 +5,22 @@ A person's quarantines (`tidegate quarantine`) are in the book too; only a perso
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from tidegate.arbiter.book import Book
 from tidegate.arbiter.messages import Action, Verdict, When
 from tidegate.arbiter.moves import OPERATOR_RULE, Brake, Evict, Hold, Impose, Lift, Move, Unbrake, hold_of
 from tidegate.arbiter.states import HOLDING
 from tidegate.arbiter.view import DOMAIN_LABEL, View, gpus_of, standing_on
-from tidegate.ids import GpuId, NodeId
+from tidegate.ids import GpuId, NodeId, Tier
 from tidegate.spec.policy import FleetBrakeSpec
+
+SILENT_RULE = "agent_silent"
+"""The one verdict that no agent can give."""
+
+
+BURN_IN_RULE = "burn_in"
+"""Holds what is out already until it has been examined: it takes nothing more out, so no brake holds it."""
 
 
 def quarantine_moves(book: Book, view: View, brake: FleetBrakeSpec, now_s: float) -> tuple[tuple[Move, ...], str]:
@@ -23,8 +30,8 @@ def quarantine_moves(book: Book, view: View, brake: FleetBrakeSpec, now_s: float
         hold_of(verdict): verdict
         for report in view.telling.values()
         for verdict in report.verdicts
-        if verdict.action is not Action.WARN
-    }
+        if verdict.action is not Action.WARN and not _is_of_nothing(book, verdict)
+    } | {hold_of(verdict): verdict for verdict in _silences(view)}
     moves: list[Move] = [*_impositions(book, view, brake, standing, now_s)]
     for hold, quarantine in book.quarantines.items():
         node, gpu, rule = hold
@@ -38,6 +45,29 @@ def quarantine_moves(book: Book, view: View, brake: FleetBrakeSpec, now_s: float
             moves.append(Unbrake(rule=rule, node=node, gpu=gpu, reason=ended, at_s=now_s))
     moves.extend(_evictions(book, view, now_s))
     return tuple(moves), "; ".join(_said(move) for move in moves)
+
+
+def _is_of_nothing(book: Book, verdict: Verdict) -> bool:
+    """Whether what is to come back by a burn-in was never taken out: the brake held, or a person was quicker."""
+    if verdict.rule != BURN_IN_RULE:
+        return False
+    return not any(quarantine.verdict.gpu == verdict.gpu for quarantine in book.quarantined.get(verdict.node, ()))
+
+
+def _silences(view: View) -> Iterator[Verdict]:
+    """Nodes of which nobody tells whether they are well (table 4.1, row 44). What else stands against them goes on."""
+    for node, since_s in view.silent_since_s.items():
+        yield Verdict(
+            at_s=since_s,
+            node=node,
+            gpu=None,
+            rule=SILENT_RULE,
+            action=Action.EVICT_NODE,
+            when=When.NOW,
+            tier=Tier.SERVE,
+            evidence="its health agent is silent for longer than health.agent_silent_after_s: nobody watches its GPUs",
+            ends="the agent reports again",
+        )
 
 
 def _impositions(
@@ -59,7 +89,7 @@ def _impositions(
         free = (
             verdict.node in out
             or _is_out(book, verdict)  # by this rule already: no further node
-            or verdict.rule in brake.hard_faults
+            or verdict.rule in (*brake.hard_faults, BURN_IN_RULE)
             or now_s - book.unbraked_at_s.get(verdict.rule, -brake.window_s) < brake.window_s
         )
         why = None if free else _too_many(view, brake, verdict, out)

@@ -10,6 +10,7 @@ from functools import cached_property
 
 from tidegate.arbiter.book import Book, Quarantine
 from tidegate.arbiter.messages import Action, GangReport, GatewayReport, GpuSeen, HealthReport, ReplicaReport
+from tidegate.arbiter.sizing import Load
 from tidegate.ids import ClaimId, GatewayId, GpuId, NodeId, PoolName, Tier
 
 DOMAIN_LABEL = "tidegate/domain"
@@ -46,6 +47,8 @@ class PoolSeen:
     running: int
     starting: int
     stopping: int
+    plan: str = ""
+    """The version of the plan that it was built by."""
 
     @property
     def holding(self) -> int:
@@ -65,12 +68,25 @@ class View:
     gangs_gone: Mapping[ClaimId, str] = field(default_factory=dict)
     """Claims whose coordinator is dead, and how that was seen."""
     replicas: Mapping[str, ReplicaReport] = field(default_factory=dict)
+    serves: bool = True
+    """The application is deployed: its pools may be built."""
+    strays: frozenset[PoolName] = frozenset()
+    """Pools of nodes that are gone."""
     leaked: Mapping[str, ClaimId] = field(default_factory=dict)
     """Placement groups of ours that are no claim's present one, and whose they were."""
+    silent_since_s: Mapping[NodeId, float] = field(default_factory=dict)
+    """Nodes whose health agents have been silent for longer than the policy allows: when they were last heard."""
     up_for_s: float = math.inf
     """Since when this arbiter hears reports: one that has just come back has not heard all."""
+    load: Load | None = None
+    """None: replicas don't go by load."""
     overflow_for_s: float = 0.0
     """For how long, without a pause, requests have waited or gone to providers."""
+
+    @cached_property
+    def leaving(self) -> tuple[NodeId, ...]:
+        """The nodes that Ray drains."""
+        return tuple([node.id for node in self.nodes.values() if node.drains_by_s is not None])
 
     @cached_property
     def telling(self) -> Mapping[NodeId, HealthReport]:

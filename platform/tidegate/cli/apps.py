@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,10 @@ from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
 from ray.serve.schema import ServeApplicationSchema, ServeDeploySchema
 
 from tidegate.errors import TidegateError
-from tidegate.ids import NodeId, pool_name
+from tidegate.ids import NodeId, pool_name, pools_app
 
-NODES = "nodes"
-"""The argument of the images application that names the nodes of its pools."""
+DEPLOYED_AT = "deployed_at_s"
+"""The argument of the images application that makes Serve build it anew though nothing else has changed."""
 
 
 class AppError(TidegateError):
@@ -88,14 +88,14 @@ def read_apps(files: Sequence[Path]) -> ServeDeploySchema:
 
 
 def deploy(
-    serve: Serve, wanted: ServeDeploySchema, *, nodes: Sequence[NodeId] | None, deadline_s: float
+    serve: Serve, wanted: ServeDeploySchema, *, anew_at_s: float | None = None, deadline_s: float
 ) -> Iterator[str]:
     """Deploy what does not run as asked, wait until all of it runs; yields each change.
 
     Applications that others have deployed stay: Serve would delete what a deployment does not name.
 
     Args:
-        nodes: build the pools anew for these nodes, though nothing else has changed.
+        anew_at_s: now, to build the applications anew though nothing has changed: their gateways start again.
 
     Raises:
         AppError: Serve refuses, an application fails, or it does not run within `deadline_s`.
@@ -104,12 +104,12 @@ def deploy(
     names = [app.name for app in wanted.applications]
     changed = []
     for app in wanted.applications:
-        if nodes is not None:
-            app.args = {**app.args, NODES: sorted(nodes)}
+        if anew_at_s is not None:
+            app.args = {**app.args, DEPLOYED_AT: anew_at_s}
         running = there.get(app.name)
         if running is None or running.get("deployed_app_config") is None:
             changed.append(app.name)
-        elif differs := _differs(running["deployed_app_config"], app, with_nodes=nodes is not None):
+        elif differs := _differs(running["deployed_app_config"], app, anew=anew_at_s is not None):
             changed.append(app.name)
             yield f"{app.name} runs with another {', another '.join(differs)}: deployed anew"
     if changed:
@@ -129,13 +129,28 @@ def deploy(
     yield from _wait(serve, names, deadline_s)
 
 
-def without_pool(apps: dict[str, dict[str, Any]], app: str, nodes: Sequence[NodeId]) -> list[NodeId]:
-    """Nodes that hold no pool of `app`: they joined after its deployment."""
-    pools = apps.get(app, {}).get("deployments", {})
-    return [node for node in nodes if pool_name(node) not in pools]
+def await_pools(serve: Serve, app: str, nodes: Sequence[NodeId], deadline_s: float) -> Iterator[str]:
+    """Until the arbiter has given each node its pool, and the pools run what they should; yields each change.
+
+    Raises:
+        AppError: not within `deadline_s`.
+    """
+    name = pools_app(app)
+
+    def lacks(apps: dict[str, dict[str, Any]]) -> list[str]:
+        pools = apps.get(name, {}).get("deployments", {})
+        full = [pool for pool, row in pools.items() if _running(row) >= row["target_num_replicas"]]
+        return sorted(set(map(pool_name, nodes)).difference(full))
+
+    yield from _wait(serve, [name] if nodes else [], deadline_s, lacks)
 
 
-def _wait(serve: Serve, names: Sequence[str], deadline_s: float) -> Iterator[str]:
+def _wait(
+    serve: Serve,
+    names: Sequence[str],
+    deadline_s: float,
+    lacks: Callable[[dict[str, dict[str, Any]]], list[str]] = lambda apps: [],
+) -> Iterator[str]:
     deadline = time.monotonic() + deadline_s
     said: dict[str, str] = {}
     while True:
@@ -147,7 +162,7 @@ def _wait(serve: Serve, names: Sequence[str], deadline_s: float) -> Iterator[str
                 yield line
             if apps.get(name, {}).get("status") == "DEPLOY_FAILED":
                 raise AppError(f"{name} did not come up: {apps[name].get('message') or 'Serve does not say why'}")
-        if all(apps.get(name, {}).get("status") == "RUNNING" for name in names):
+        if all(apps.get(name, {}).get("status") == "RUNNING" for name in names) and not lacks(apps):
             return
         if time.monotonic() > deadline:
             raise AppError(f"{', '.join(names)}: not running within {deadline_s:.0f} s\nhint: `serve status` says more")
@@ -157,17 +172,18 @@ def _wait(serve: Serve, names: Sequence[str], deadline_s: float) -> Iterator[str
 def _line(name: str, app: dict[str, Any] | None) -> str:
     if app is None:
         return f"{name}: not there yet"
-    replicas = [
-        f"{deployment} {sum(1 for replica in row['replicas'] if replica['state'] == 'RUNNING')}"
-        for deployment, row in app["deployments"].items()
-    ]
+    replicas = [f"{deployment} {_running(row)}" for deployment, row in app["deployments"].items()]
     return f"{name}: {app['status'].lower()}" + (f" ({', '.join(replicas)})" if replicas else "")
 
 
-def _differs(running: dict[str, Any], wanted: ServeApplicationSchema, *, with_nodes: bool) -> list[str]:
-    """The fields in which the two differ. Pools that were built for named nodes stand until others are asked for."""
+def _running(deployment: dict[str, Any]) -> int:
+    return sum(1 for replica in deployment["replicas"] if replica["state"] == "RUNNING")
+
+
+def _differs(running: dict[str, Any], wanted: ServeApplicationSchema, *, anew: bool) -> list[str]:
+    """The fields in which the two differ; when it was deployed is no difference."""
     old = ServeApplicationSchema.model_validate(running).model_dump(mode="json")
     new = wanted.model_dump(mode="json")
-    if not with_nodes:
-        old["args"] = {key: value for key, value in old["args"].items() if key != NODES}
+    if not anew:
+        old["args"] = {key: value for key, value in old["args"].items() if key != DEPLOYED_AT}
     return [key for key in new if old.get(key) != new[key]]

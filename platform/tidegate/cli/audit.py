@@ -14,7 +14,7 @@ from rich.text import Text
 
 from tidegate.errors import ConfigError, NoRecordsError
 from tidegate.serve.audit import Audit, audit
-from tidegate.serve.ledger import read_audited
+from tidegate.serve.ledger_reading import read_audited
 
 _AGO = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -52,14 +52,17 @@ def as_dict(found: Audit) -> dict[str, Any]:
 
 
 def audit_tables(found: Audit) -> Iterator[Table | Text]:
+    lost = f" + lost {found.lost}" if found.lost else ""
     sign = "=" if found.proven else "≠" if found.accepted != _ended(found) else "="
     yield Text(
         f"accepted {found.accepted} {sign} answered {found.answered} + refused {found.refused}"
-        f" + cancelled {found.cancelled} + under way {found.under_way}"
+        f" + cancelled {found.cancelled} + under way {found.under_way}{lost}"
     )
     if found.refused_after_attempts:
         yield Text(f"of the refused, {found.refused_after_attempts} after something was tried")
     yield Text(f"paid to providers: ${found.spent_usd:.4f}; paid for twice: {found.paid_twice}")
+    if found.hedged:
+        yield Text(f"asked for at two places, as their callers allow: {found.hedged}")
     if found.findings:
         table = Table(title=f"{found.broken} findings", title_justify="left", box=None, pad_edge=False)
         for column in ("request", "gateway", "what"):
@@ -71,4 +74,4 @@ def audit_tables(found: Audit) -> Iterator[Table | Text]:
 
 
 def _ended(found: Audit) -> int:
-    return found.answered + found.refused + found.cancelled + found.under_way
+    return found.answered + found.refused + found.cancelled + found.lost + found.under_way

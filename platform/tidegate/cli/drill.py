@@ -41,6 +41,9 @@ def drill(
             agent: Any = ray.get_actor(health_agent_name(chosen), namespace=NAMESPACE)
         except ValueError:
             raise UnknownNodeError(f"{names[chosen]} has no health agent\nhint: run `tidegate up`") from None
+        if fault is Drill.HANG:
+            typer.echo(ray.get(agent.hang.remote(subject or None, dry_run), timeout=ANSWER_DEADLINE_S))
+            return
         verdicts = ray.get(agent.drill.remote(fault, subject or None, dry_run), timeout=ANSWER_DEADLINE_S)
     finally:
         ray.shutdown()

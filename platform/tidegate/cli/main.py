@@ -60,9 +60,7 @@ def up(
         int | None, typer.Option(min=0, help="With --join: GPUs to offer; Ray counts if not given.")
     ] = None,
     app_files: Annotated[list[Path], typer.Option("--app", help="Deploy this Serve file and wait until it runs.")] = [],  # noqa: B006
-    redeploy: Annotated[
-        bool, typer.Option("--redeploy", help="With --app: pools for nodes that joined since.")
-    ] = False,
+    redeploy: Annotated[bool, typer.Option("--redeploy", help="With --app: start its gateways anew.")] = False,
     apply: Annotated[bool, typer.Option("--apply", help="Start the control plane anew with changed settings.")] = False,
 ) -> None:
     """Start what does not run yet: Ray here (--head, --join), arbiter and health agents, Serve applications (--app).

@@ -10,7 +10,7 @@ from tidegate.arbiter.holdings import Holding, holdings
 from tidegate.arbiter.journal import JOURNAL, read_moves
 from tidegate.errors import NoRecordsError, UnknownSubjectError
 from tidegate.json_lines import read_lines
-from tidegate.serve.ledger import read_totals
+from tidegate.serve.ledger_reading import read_totals
 from tidegate.telemetry.goodput import SPANS, Span, looked_until_s, read_spans, stalled_s
 from tidegate.telemetry.report import (
     Times,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,13 @@ import ray
 from tidegate.arbiter.actor import start_arbiter
 from tidegate.arbiter.client import ACTOR_NAME, NAMESPACE
 from tidegate.arbiter.states import ENDED
-from tidegate.cli.apps import Serve, deploy, read_apps, without_pool
+from tidegate.cli.apps import Serve, await_pools, deploy, read_apps
 from tidegate.cli.connect import connect
 from tidegate.cluster.node import ThisMachine, head_address
 from tidegate.errors import TidegateError
 from tidegate.health.on_ray import KEEPER_NAME, gpu_nodes, keep_agents, start_agents
 from tidegate.health.rules import rules_of
-from tidegate.ids import NodeId, health_agent_name
+from tidegate.ids import health_agent_name, pools_app
 from tidegate.spec.load import load_policy
 from tidegate.spec.policy import Policy
 
@@ -74,7 +75,7 @@ def bring_up(
 
     Args:
         apply: where the control plane runs with other settings, start it anew with these.
-        redeploy: build the pools of `apps` for the nodes that live now.
+        redeploy: start the gateways of `apps` anew, though nothing has changed.
 
     Raises:
         PolicyError, AppError: see there. Files are checked before anything is started.
@@ -88,9 +89,10 @@ def bring_up(
         yield from _control_plane(policy, policy_path, apply=apply)
         if wanted is not None:
             serve = Serve(dashboard_url)
-            nodes = sorted(gpu_nodes())
-            yield from deploy(serve, wanted, nodes=nodes if redeploy else None, deadline_s=APPS_DEADLINE_S)
-            yield from _without_pool(serve, policy.serving.app, nodes)
+            anew_at_s = time.time() if redeploy else None
+            yield from deploy(serve, wanted, anew_at_s=anew_at_s, deadline_s=APPS_DEADLINE_S)
+            if policy.serving.app in [app.name for app in wanted.applications]:
+                yield from await_pools(serve, policy.serving.app, sorted(gpu_nodes()), APPS_DEADLINE_S)
     finally:
         ray.shutdown()
 
@@ -117,13 +119,16 @@ def take_down(policy_path: Path, address: str) -> Iterator[str]:
             standing = tuple(row["claim"] for row in status["claims"] if row["state"] not in ENDED)
             if standing:
                 raise StillClaimedError(standing)
-        if _actor("SERVE_CONTROLLER_ACTOR", "serve") is not None and policy.serving.app in serve.status().applications:
-            serve.delete(policy.serving.app)
-            yield f"{policy.serving.app} is taken down"
         agents = [health_agent_name(node) for node in sorted(gpu_nodes())]
         # The keeper first, or it would start the agents again.
         ended = sum(_kill(name) for name in (KEEPER_NAME, *agents, ACTOR_NAME))
         yield f"{ended} actors of the control plane are ended" if ended else "no control plane runs"
+        # After the arbiter, or it would build the pools again.
+        there = serve.status().applications if _actor("SERVE_CONTROLLER_ACTOR", "serve") is not None else {}
+        for app in (policy.serving.app, pools_app(policy.serving.app)):
+            if app in there:
+                serve.delete(app)
+                yield f"{app} is taken down"
     finally:
         ray.shutdown()
 
@@ -159,13 +164,6 @@ def _control_plane(policy: Policy, policy_path: Path, *, apply: bool) -> Iterato
     except ray.exceptions.RayError as error:
         raise StartError(f"the health agents' keeper did not answer within {START_DEADLINE_S:.0f} s: {error}") from None
     yield f"{count} health agents run; nodes that join later get theirs"
-
-
-def _without_pool(serve: Serve, app: str, nodes: Sequence[NodeId]) -> Iterator[str]:
-    bare = without_pool(serve.apps(), app, nodes)
-    if bare:
-        yield f"warning: {len(bare)} nodes joined after {app} was deployed and serve nothing: {', '.join(bare)}"
-        yield "hint: `tidegate up --app FILE --redeploy` builds its pools anew; each replica restarts once"
 
 
 def _policy_of(arbiter: Any) -> Policy:

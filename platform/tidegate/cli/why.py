@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -43,3 +43,8 @@ def show_journal(subject: str, entries: Sequence[JournalEntry], console: Console
         at = datetime.fromtimestamp(entry.at_s).astimezone().strftime("%H:%M:%S.%f")[:-4]
         table.add_row(at, what, entry.reason)
     console.print(table)
+    for entry in entries:
+        stacks = entry.data.get("stacks")
+        if isinstance(stacks, Mapping):
+            for whose, text in stacks.items():
+                console.print(f"\n{whose} stood here:\n{text}", highlight=False, markup=False, soft_wrap=True)

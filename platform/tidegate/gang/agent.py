@@ -11,7 +11,9 @@ import contextlib
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
+import tempfile
 import time
 import uuid
 from dataclasses import dataclass, field
@@ -27,8 +29,9 @@ from tidegate.errors import TidegateError
 from tidegate.gang import beat
 from tidegate.gang.copies import NodeCopies
 from tidegate.gang.events import Beaten
-from tidegate.gang.plan import Member, Plan, RankBeat, Reply, Slot
+from tidegate.gang.plan import Member, Plan, RankBeat, Reply, Slot, Stacks
 from tidegate.gang.rank import RankJob, rank_main
+from tidegate.gang.stacks import py_spy, stacks_of
 from tidegate.gang.warm_node import no_main_module, use_warm
 from tidegate.ids import Generation, NodeId
 from tidegate.ports import free_port
@@ -89,6 +92,10 @@ class NodeAgent:
     _heard_s: float = field(init=False, default_factory=time.monotonic)
     _copies: NodeCopies | None = field(init=False, default=None)
     """None: the run keeps none in memory."""
+    _stacks_dir: Path = field(init=False)
+    """Where ranks write their own stacks when they are asked."""
+    _told_of: Generation = field(init=False, default=NOTHING_HELD)
+    """Whose stacks were told."""
 
     def run(self) -> None:
         """Follow plans until the coordinator says that the gang has ended or left.
@@ -104,6 +111,7 @@ class NodeAgent:
         context = multiprocessing.get_context("forkserver")
         if self.job.config.checkpoint.ram_every_steps is not None:
             self._copies = NodeCopies(self.node, self.job.config.name, Path(self.job.run_dir), self.job.secret)
+        self._stacks_dir = Path(tempfile.mkdtemp(prefix="tidegate-stacks-"))
         try:
             self._join({"process_at_s": process_began_s(), "began_at_s": began_s, "warm": float(warm)})
             while True:
@@ -116,6 +124,7 @@ class NodeAgent:
                 self._wait()
         finally:
             self._kill()
+            shutil.rmtree(self._stacks_dir, ignore_errors=True)
             if self._copies is not None:
                 self._copies.close()
             assert undertaker.stdin is not None
@@ -138,6 +147,8 @@ class NodeAgent:
 
     def _obey(self, reply: Reply, context: Any) -> bool:
         """Do what the coordinator says; whether it was to end."""
+        if reply.stacks_of == self.generation != self._told_of:
+            self._tell_stacks()
         if reply.over:
             return True
         if reply.stale:
@@ -150,6 +161,17 @@ class NodeAgent:
             for rank in self.ranks:
                 beat.ask_to_stop(rank.cells)
         return False
+
+    def _tell_stacks(self) -> None:
+        """Where each rank stands, before anything moves them."""
+        self._told_of = self.generation
+        alive = {rank.process.pid: rank for rank in self.ranks if rank.process.exitcode is None}
+        texts = stacks_of({pid: self._stacks_path(rank.slot) for pid, rank in alive.items()}, py_spy())
+        told = tuple((alive[pid].slot, text) for pid, text in texts.items())
+        self._ask("stacks", Stacks(node=self.node, generation=self.generation, ranks=told))
+
+    def _stacks_path(self, slot: Slot) -> Path:
+        return self._stacks_dir / f"{self.generation}-{slot.rank}.txt"
 
     def _beat(self) -> Reply | None:
         report = Beaten(
@@ -198,6 +220,7 @@ class NodeAgent:
                 plan=plan,
                 slot=slot,
                 environment=environment,
+                stacks_path=str(self._stacks_path(slot)),
                 secret=self.job.secret,
             )
             # Not daemonic: a rank may have children of its own (a checkpoint's writer).

@@ -13,10 +13,9 @@ from tidegate.gang.plan import RankBeat
 from tidegate.processes import state_of
 from tidegate.train.progress import Phase
 
-FIELDS = 11
-_STEP, _PHASE, _MOVED_AT_S, _MOVED_STEADY_S, _LOSS, _COMMITTED, _STOP, _FIRST_STEP, _FIRST_AT_S, _SPEED, _MFU = range(
-    FIELDS
-)
+FIELDS = 12
+_STEP, _PHASE, _MOVED_AT_S, _MOVED_STEADY_S, _LOSS, _COMMITTED = range(6)
+_STOP, _FIRST_STEP, _FIRST_AT_S, _SPEED, _MFU, _COMPUTE = range(6, FIELDS)
 _PHASES = tuple(Phase)
 
 
@@ -24,7 +23,7 @@ def clear(cells: MutableSequence[float]) -> None:
     """Before a rank starts."""
     cells[_STEP], cells[_COMMITTED], cells[_LOSS], cells[_STOP] = -1.0, -1.0, math.nan, 0.0
     cells[_FIRST_STEP], cells[_FIRST_AT_S] = -1.0, 0.0
-    cells[_SPEED], cells[_MFU] = math.nan, math.nan
+    cells[_SPEED], cells[_MFU], cells[_COMPUTE] = math.nan, math.nan, math.nan
     cells[_PHASE] = _PHASES.index(Phase.STARTING)
     cells[_MOVED_AT_S], cells[_MOVED_STEADY_S] = time.time(), time.monotonic()
 
@@ -48,6 +47,7 @@ def read(cells: MutableSequence[float], rank: int, pid: int, exit_code: int | No
         loss=_known(cells[_LOSS]),
         images_per_s=_known(cells[_SPEED]),
         mfu=_known(cells[_MFU]),
+        compute_s=_known(cells[_COMPUTE]),
         committed_step=int(cells[_COMMITTED]),
         stopping=cells[_STOP] != 0.0,
         process_state=state_of(pid) if exit_code is None else "",
@@ -79,6 +79,9 @@ class SharedProgress:
     def speed(self, images_per_s: float, mfu: float | None) -> None:
         self._cells[_SPEED] = images_per_s
         self._cells[_MFU] = math.nan if mfu is None else mfu
+
+    def computed(self, seconds: float) -> None:
+        self._cells[_COMPUTE] = seconds
 
     def committed(self, step: int) -> None:
         self._cells[_COMMITTED] = step

@@ -18,6 +18,7 @@ from typing import Any
 import ray
 
 from tidegate.arbiter.client import BACK_WITHIN_S, NAMESPACE, ArbiterClient
+from tidegate.arbiter.messages import JournalEntry
 from tidegate.errors import ClaimUndoneError, NoArbiterError, RunExistsError, RunRefusedError
 from tidegate.gang.agent import AgentJob
 from tidegate.gang.events import (
@@ -39,9 +40,10 @@ from tidegate.gang.host import end_host, find_host, start_host
 from tidegate.gang.kept import Kept, read_kept, same_to_keep, write_kept
 from tidegate.gang.order import RunOrder, RunStatus, accepts, clocks_problem, differences, mesh_problem
 from tidegate.gang.placing import away_from_head, is_ready, spare_nodes
-from tidegate.gang.plan import Formation, Member, Reply
+from tidegate.gang.plan import Formation, Member, Reply, Stacks
 from tidegate.gang.report import Gauges, report_of, status_of
 from tidegate.gang.shape import ENDED, Gang, Note, Status, is_member, reply_to
+from tidegate.gang.stacks import innermost
 from tidegate.gang.states import advance
 from tidegate.gang.warm_node import start_warm
 from tidegate.ids import ClaimId, Generation, GpuId, NodeId, coordinator_name
@@ -51,6 +53,8 @@ from tidegate.train.mesh import together
 log = logging.getLogger(__name__)
 
 JOURNAL = "gang.jsonl"
+MOST_STACKS = 16
+"""Of one node, in the arbiter's journal; all of them lie in the run's folder."""
 REPORT_EVERY_S = 0.5
 GRANT_EVERY_S = 0.1
 """While it waits for a grant that is being made, for as long as that is likely."""
@@ -134,6 +138,29 @@ class Coordinator:
         reason = f"{node[:12]} holds no rank of a generation before {generation}"
         data = {"node": node, "generation": generation, "gone_at_s": at_s}
         self._write(Note(kind="cleared", reason=reason, data=data))
+
+    async def stacks(self, told: Stacks) -> None:
+        """Where a hung generation's ranks stood on one node: kept with the run, and told to the arbiter's journal."""
+        folder = self._run_dir / "stacks"
+        folder.mkdir(parents=True, exist_ok=True)
+        for slot, text in told.ranks:
+            (folder / f"generation-{told.generation}-rank-{slot.rank}.txt").write_text(text, encoding="utf-8")
+        stood = "; ".join(f"rank {slot.rank} in {innermost(text)}" for slot, text in told.ranks[:MOST_STACKS])
+        reason = f"generation {told.generation} hung; on {told.node[:12]} {stood}"
+        self._write(Note(kind="stacks", reason=reason, data={"generation": told.generation, "folder": str(folder)}))
+        claim = self._kept.claim
+        if claim is None:
+            return
+        shown = told.ranks[:MOST_STACKS]
+        entry = JournalEntry(
+            at_s=time.time(),
+            kind="stacks",
+            subjects=(claim, told.node, *(slot.gpu for slot, _ in shown)),
+            reason=reason,
+            data={"folder": str(folder), "stacks": {f"rank {slot.rank} on {slot.gpu}": text for slot, text in shown}},
+        )
+        with contextlib.suppress(NoArbiterError):  # they are with the run all the same
+            await self._arbiter.note(entry)
 
     async def formation(self, train: int, wait_s: float) -> Formation | None:
         """Where Ray Train may start its workers: the current grant's group once it is ready, None if it isn't in time
@@ -280,6 +307,7 @@ class Coordinator:
         assert ended is not None
         for train in (self._train(), self._train() + 1):
             await asyncio.to_thread(end_host, self._run, train)
+        self._gauges.end()
         while not self._kept.over:
             try:
                 if self._kept.gang is not None:

@@ -84,6 +84,8 @@ class RankBeat:
     """Of the whole run, in its newest step."""
     mfu: float | None = None
     """Share of the devices' peak; None where the peak is not known."""
+    compute_s: float | None = None
+    """What it computes in a step before its collectives, the median of its newest steps."""
     stopping: bool = False
     """It has been told to save and leave: by its agent, or by a SIGTERM."""
     process_state: str = ""
@@ -100,10 +102,22 @@ class Reply:
     """It holds no rank until a plan comes."""
     stop: bool = False
     """Ranks save and leave, all at the same step."""
+    stacks_of: Generation | None = None
+    """That generation hung: where its ranks still stand on the last thing they did, tell it before they are killed."""
     over: bool = False
     """The gang has ended or left its nodes: the agent ends well."""
     stale: bool = False
     """Another agent speaks for the node, or the gang stands elsewhere: this one must go."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stacks:
+    """Where the ranks of one node stood when their gang hung."""
+
+    node: NodeId
+    generation: Generation
+    ranks: tuple[tuple[Slot, str], ...]
+    """Each rank, and its stack as text; why there is none, where there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

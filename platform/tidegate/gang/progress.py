@@ -122,6 +122,7 @@ def _hung(gang: Gang, seen: tuple[RankBeat, ...], spec: GangSpec, now_s: float) 
         return gang, ()
     slots = [gang.plan.slots[rank] for rank in hang.suspects]
     blamed = {"suspects": [{"rank": slot.rank, "gpu": slot.gpu, "node": slot.node} for slot in slots]}
+    gang = replace(gang, hung_generation=gang.generation)
     note = Note(kind="hung", reason=hang.reason, data={"step": hang.step, **blamed, "ranks": hang.ranks})
     if gang.hung_in == hang.signature:
         who = f"; suspects: {', '.join(f'rank {slot.rank} on {slot.gpu}' for slot in slots)}" if slots else ""

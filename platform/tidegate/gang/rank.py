@@ -17,6 +17,7 @@ from types import FrameType
 from tidegate.gang import beat
 from tidegate.gang.beat import SharedProgress
 from tidegate.gang.plan import Plan, Slot
+from tidegate.gang.stacks import answer_with_stack
 from tidegate.train.config import RunConfig
 
 PRELOAD = ("tidegate.gang.rank", "tidegate.gang.warm")
@@ -39,6 +40,8 @@ class RankJob:
     slot: Slot
     environment: Mapping[str, str] | None = None
     """Its agent's, where the forkserver is not the agent's own; None = as forked."""
+    stacks_path: str = ""
+    """Where its faulthandler writes when it is asked for its stack."""
     secret: str = ""
     """With which it asks other nodes' agents for copies of checkpoints in memory."""
 
@@ -92,6 +95,8 @@ def rank_main(job: RankJob, cells: MutableSequence[float]) -> None:
     """Set up the environment that torchrun would give, then run the loop."""
     end_with_agent()
     leave_on_sigterm(cells)
+    if job.stacks_path:
+        answer_with_stack(job.stacks_path)
     if job.environment is not None:
         os.environ.clear()
         os.environ.update(job.environment)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from ray.util.metrics import Gauge
@@ -27,6 +28,7 @@ def report_of(gang: Gang, claim: ClaimId, now_s: float, *, over: bool) -> GangRe
         world_size=len(slots),
         gpus=tuple(slot.gpu for slot in slots),
         pids=tuple(gang.beats[slot.rank].pid if slot.rank in gang.beats else None for slot in slots),
+        compute_s=tuple(gang.beats[slot.rank].compute_s if slot.rank in gang.beats else None for slot in slots),
         loss=loss_of(gang),
         images_per_s=_first(beat.images_per_s for beat in gang.beats.values()),
         mfu=_first(beat.mfu for beat in gang.beats.values()),
@@ -75,6 +77,11 @@ class Gauges:
         self._mfu = Gauge("tidegate_train_mfu_ratio", "Model FLOPs utilisation of the newest step", tag_keys=("run",))
         self._ranks = Gauge("tidegate_train_ranks", "Ranks of the present generation", tag_keys=("run",))
         self._generation = Gauge("tidegate_train_generation", "Fencing number of the gang", tag_keys=("run",))
+
+    def end(self) -> None:
+        """The run is over: its series end with it, though this process lives on (a NaN ends a series of Ray's)."""
+        for gauge in (self._step, self._loss, self._speed, self._mfu, self._ranks, self._generation):
+            gauge.set(math.nan, self._tags)
 
     def show(self, report: GangReport) -> None:
         self._step.set(report.step, self._tags)

@@ -110,6 +110,8 @@ class Gang:
     """Restarts of the worker group in a row without a commit."""
     hung_in: tuple[int, str] | None = None
     """Where the last generation hung."""
+    hung_generation: Generation | None = None
+    """The newest one that hung: agents that still hold it take its stacks before they end it."""
     pace: tuple[float, ...] = ()
     """Seconds of the newest steps."""
     stepped_at_s: float = 0.0
@@ -153,13 +155,14 @@ def is_member(gang: Gang, node: NodeId, agent: str) -> bool:
 
 def reply_to(gang: Gang, node: NodeId, agent: str) -> Reply:
     """What an agent is to do."""
+    hung = gang.hung_generation
     if gang.status in ENDED or gang.status is Status.LEFT:
-        return Reply(over=True)
+        return Reply(over=True, stacks_of=hung)
     if not is_member(gang, node, agent):
         return Reply(stale=True)
     if gang.status not in LEADING:
-        return Reply(clear=True)
-    return Reply(plan=gang.plan, stop=is_asked_to_save(gang))
+        return Reply(clear=True, stacks_of=hung)
+    return Reply(plan=gang.plan, stop=is_asked_to_save(gang), stacks_of=hung)
 
 
 def slots_of(gang: Gang) -> tuple[Slot, ...]:

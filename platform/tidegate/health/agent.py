@@ -11,23 +11,30 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol
 
-from tidegate.arbiter.messages import GpuSeen, HealthReport, Verdict
+from tidegate.arbiter.messages import GpuSeen, HealthReport, Seat, Verdict
 from tidegate.clock import Clock
 from tidegate.errors import NoArbiterError
 from tidegate.health.drills import Drill, DrillError, readings_of
 from tidegate.health.events import EventFilter, named
-from tidegate.health.feeds import Feed, FeedRunner
-from tidegate.health.history import History
-from tidegate.health.judge import Finding, judge
+from tidegate.health.examining import Examine
+from tidegate.health.feeds import Feed, FeedRunner, all_answered
+from tidegate.health.findings import Finding
+from tidegate.health.gangs import compared, step_times, whole_gangs
+from tidegate.health.history import BURN_IN, History
+from tidegate.health.inventory import inventory
+from tidegate.health.judge import Judgement, judge
 from tidegate.health.latest import Latest
+from tidegate.health.listening import EVENT_FRESH_S
 from tidegate.health.readings import EVENTS, ListedGpu, Reading, Signal
-from tidegate.ids import ClaimId, GpuId, NodeId
+from tidegate.health.returns import RETRY_S, after_burn_in, awaiting, held_for_burn_in
+from tidegate.health.stopping import stop_a_rank
+from tidegate.ids import GpuId, NodeId
 from tidegate.spec.policy import HealthSpec
 
 logger = logging.getLogger(__name__)
 
 _GRACE_S = 0.05
-"""How much longer a look waits for the quick sources that were asked with it."""
+"""How long a look waits for the quick sources; for those that are waited for it goes on to the end of its period."""
 _FINDINGS = 100
 _FORGET_S = 900.0
 """After so long without a reading, what was last read is no longer shown."""
@@ -36,8 +43,8 @@ _FORGET_S = 900.0
 class Reporter(Protocol):
     """Who is told; `ArbiterClient` is one."""
 
-    def report_health(self, report: HealthReport) -> Awaitable[Mapping[GpuId, ClaimId]]:
-        """The answer says which gang computes on which GPU of the node."""
+    def report_health(self, report: HealthReport) -> Awaitable[Mapping[GpuId, Seat]]:
+        """The answer says whose ranks compute on the node's GPUs, and how their gangs do."""
 
 
 class Memory(Protocol):
@@ -87,19 +94,25 @@ class HealthAgent:
         memory: Memory,
         meters: Meters,
         clock: Clock,
+        examine: Examine | None = None,
     ) -> None:
-        """`feeds`: of two that have the same value, the earlier one's counts."""
+        """`feeds`: of two that have the same value, the earlier one's counts; `examine`: what must pass before what was
+        taken out comes back, if anything."""
         self._node, self._spec = node, spec
         self._runners = [FeedRunner(feed, node=node, clock=clock) for feed in feeds]
         self._reporter, self._memory, self._meters, self._clock = reporter, memory, meters, clock
+        self._examine = examine
+        self._examining: asyncio.Task[None] | None = None
+        self._examine_next_s = 0.0
         self._history = memory.load()
+        self._began_s = clock.now_s()
         self._latest = Latest(spec.period_s)
         self._events = EventFilter()
         self._gpus: tuple[ListedGpu, ...] = ()
         self._silent: frozenset[str] = frozenset()
         self._sending: asyncio.Task[None] | None = None
         self._arbiter_away: str | None = None
-        self._gangs: Mapping[GpuId, ClaimId] = {}
+        self._seats: Mapping[GpuId, Seat] = {}
         self._said: dict[tuple[str, str], str] = {}
         self._findings: deque[Finding] = deque(maxlen=_FINDINGS)
         self._verdicts: tuple[Verdict, ...] = ()
@@ -150,12 +163,16 @@ class HealthAgent:
         hot_celsius = self._spec.temperature.limit_celsius + 1
         readings = readings_of(drill, self._node, subject or there[0], hot_celsius, now_s)
         before = {verdict.rule for verdict in self._verdicts}
-        judgement = judge(readings, self._history, self._spec, now_s, self._gangs)
+        judgement = self._judge(readings, now_s)
         if not dry_run:
             logger.warning("health: %s of %s is a drill", drill, subject or there[0])
             self._history = judgement.history
             self._memory.save(self._history)
         return tuple(verdict for verdict in judgement.verdicts if verdict.rule not in before)
+
+    def hang(self, gpu: str | None = None, *, dry_run: bool) -> str:
+        """See `stop_a_rank`."""
+        return stop_a_rank(self._seats, gpu, dry_run=dry_run)
 
     def seen(self) -> Seen:
         """What is known now, with the age that each reading has."""
@@ -177,10 +194,11 @@ class HealthAgent:
 
     async def _look(self) -> list[Reading]:
         """What is new since the last look, the better source's word first."""
-        started = {runner.feed.name for runner in self._runners if runner.start()}
-        await self._wait([runner for runner in self._runners if runner.feed.waited_for], self._spec.period_s)
-        quick = [runner for runner in self._runners if runner.feed.name in started and not runner.feed.lasting]
-        await self._wait(quick, min(_GRACE_S, self._spec.period_s))
+        started = [runner for runner in self._runners if runner.start()]
+        waited_for = [runner for runner in self._runners if runner.feed.waited_for]
+        quick = [runner for runner in started if not runner.feed.lasting]
+        await _answered(dict.fromkeys((*waited_for, *quick)), min(_GRACE_S, self._spec.period_s))
+        await _answered(waited_for, max(self._spec.period_s - _GRACE_S, 0.0))
         now_s = self._clock.now_s()
         readings: list[Reading] = []
         told: list[tuple[str, float, Reading]] = []
@@ -197,33 +215,66 @@ class HealthAgent:
                     readings.append(reading)
         self._silent = frozenset(r.feed.name for r in self._runners if r.answer is not None and not r.feed.lasting)
         kernel = self._latest.value(self._node, Signal.KMSG_ANSWERS, now_s, self._silent) is not None
-        return readings + self._events.admit(told, kernel_answers=kernel, now_s=now_s)
+        admitted = self._events.admit(told, kernel_answers=kernel, now_s=now_s)
+        return readings + [event for event in admitted if self._is_news(event, now_s)]
 
-    @staticmethod
-    async def _wait(runners: Iterable[FeedRunner], timeout_s: float) -> None:
-        answers = {runner.answer for runner in runners if runner.answer is not None and not runner.answer.done()}
-        if answers:
-            await asyncio.wait(answers, timeout=timeout_s)
+    def _is_news(self, event: Reading, now_s: float) -> bool:
+        """What happened before this agent began is judged while it is fresh (rules take the same line, read anew, for
+        the same event); what is older is told, as history."""
+        if event.at_s >= self._began_s or now_s - event.at_s <= EVENT_FRESH_S:
+            return True
+        text = f"XID {event.value:.0f}, {now_s - event.at_s:.0f} s ago, before the agent began: history"
+        text += f"; {event.detail}" if event.detail else ""
+        self._findings.append(Finding(at_s=event.at_s, subject=event.subject, what=event.signal, text=text))
+        logger.warning("health: %s: %s", event.subject, text)
+        return False
 
     # Judge and remember
 
     def _judged(self, readings: Sequence[Reading]) -> HealthReport:
         now_s = self._clock.now_s()
-        judgement = judge(readings, self._history, self._spec, now_s, self._gangs)
-        self._history = judgement.history
+        judgement = self._judge([*readings, *step_times(self._seats, self._node, now_s)], now_s)
+        before, self._history = self._history, judgement.history
+        if self._examine is not None:
+            self._history = held_for_burn_in(before, judgement.history, now_s, at_work=self._seats)
+        held = awaiting(self._history)
         # Counts of rows that are on their way are not worth a write: losing them costs a sample, not a verdict.
         if judgement.worth_saving:
-            self._memory.save(judgement.history)
+            self._memory.save(self._history)
         self._log((*judgement.findings, *self._about_sources(now_s)), keep=not readings)
-        self._verdicts = judgement.verdicts
+        self._verdicts = (*(v for v in judgement.verdicts if v.rule != BURN_IN), *held)
+        if held and (self._examining is None or self._examining.done()) and now_s >= self._examine_next_s:
+            self._examining = asyncio.get_running_loop().create_task(self._burn_in(held[0]))
         self._latest.forget(now_s - _FORGET_S)
         return HealthReport(
             node=self._node,
             at_s=now_s,
             gpus=self._inventory(now_s),
-            verdicts=judgement.verdicts,
+            verdicts=self._verdicts,
             source_error=self._inventory_error(),
+            compared=compared(self._seats, lambda gpu, signal: self._newest(gpu, signal, now_s), self._spec),
         )
+
+    def _judge(self, readings: Iterable[Reading], now_s: float) -> Judgement:
+        gangs = {gpu: seat.claim for gpu, seat in self._seats.items()}
+        return judge(readings, self._history, self._spec, now_s, gangs, whole_gangs(self._seats))
+
+    async def _burn_in(self, verdict: Verdict) -> None:
+        if self._examine is None:  # the policy has changed: what waits has waited enough
+            failed = ""
+        else:
+            logger.info("health: burn-in of %s", verdict.gpu or verdict.node)
+            failed = await self._examine(verdict, len(self._gpus))
+        whom, now_s = verdict.gpu or verdict.node, self._clock.now_s()
+        text = f"its burn-in failed: {failed}" if failed else "its burn-in passed"
+        logger.warning("health: %s: %s", whom, text)
+        self._findings.append(Finding(at_s=now_s, subject=whom, what=BURN_IN, text=text))
+        self._examine_next_s = now_s + RETRY_S if failed else now_s
+        self._history = after_burn_in(self._history, verdict, failed)
+        self._memory.save(self._history)
+
+    def _newest(self, gpu: str, signal: Signal, now_s: float) -> Reading | None:
+        return self._latest.reading(gpu, signal, now_s, self._silent)
 
     def _inventory_error(self) -> str | None:
         """Why the list of GPUs is empty or old."""
@@ -246,18 +297,7 @@ class HealthAgent:
         def value(gpu: ListedGpu, signal: Signal) -> float | None:
             return self._latest.value(gpu.uuid, signal, now_s, self._silent)
 
-        heat = self._spec.temperature
-        return tuple(
-            GpuSeen(
-                uuid=GpuId(gpu.uuid),
-                index=gpu.index,
-                temperature_celsius=_plausible(value(gpu, Signal.GPU_TEMPERATURE), heat.implausible_above_celsius),
-                tensor_active_ratio=value(gpu, Signal.GPU_TENSOR_ACTIVE),
-                memory_used_bytes=_whole(value(gpu, Signal.GPU_MEMORY_USED)),
-                processes=_whole(value(gpu, Signal.GPU_PROCESSES)),
-            )
-            for gpu in self._gpus
-        )
+        return inventory(self._gpus, value, self._seats, self._spec.temperature.implausible_above_celsius)
 
     def _log(self, findings: tuple[Finding, ...], *, keep: bool) -> None:
         """Each thing is said when it begins or changes, not at each look. `keep`: a look that saw nothing ends none."""
@@ -273,10 +313,10 @@ class HealthAgent:
 
     async def _send(self, report: HealthReport) -> None:
         try:
-            self._gangs = await self._reporter.report_health(report)
+            self._seats = await self._reporter.report_health(report)
         except NoArbiterError as error:
             # Whoever worked together then may not now: nobody is compared.
-            self._gangs = {}
+            self._seats = {}
             # It comes back by itself; verdicts are repeated in each report, so nothing is lost.
             if self._arbiter_away is None:
                 logger.warning("health: %s", error)
@@ -291,10 +331,5 @@ class HealthAgent:
             self._arbiter_away = None
 
 
-def _plausible(celsius: float | None, up_to: float) -> float | None:
-    """What people are shown and what rules see is the same; NaN is outside."""
-    return celsius if celsius is not None and 0.0 < celsius <= up_to else None
-
-
-def _whole(value: float | None) -> int | None:
-    return None if value is None else int(value)
+async def _answered(runners: Iterable[FeedRunner], timeout_s: float) -> None:
+    await all_answered([runner.answer for runner in runners if runner.answer is not None], timeout_s)

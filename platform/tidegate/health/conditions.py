@@ -4,45 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 
+from tidegate.health.evidence import Around, Seen, number_in
+from tidegate.health.peers import Among
 from tidegate.health.readings import ClockReason, Reading, Signal, Status
 from tidegate.health.values import value_of
-
-
-class Seen(Enum):
-    """What one reading is to one rule."""
-
-    BAD = "bad"
-    BETWEEN = "between"
-    """Not bad, and not good enough to lift a verdict either."""
-    GOOD = "good"
-    NOTHING = "nothing"
-    """No evidence at all: missing, refused, implausible. It neither adds to a verdict nor lifts one."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Around:
-    """What is known beside the reading itself, when it is judged."""
-
-    other: Callable[[Signal], float | None]
-    """The newest fresh value of another signal of the same subject."""
-    risen: Callable[[float], float | None]
-    """Of a counter: by how much it rose within so many seconds; None before there is anything to compare with."""
-    peers: Callable[[], Peers | None]
-    """The same signal of the others that do the same work; None when they are too few to say who is odd."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Peers:
-    """Of one signal among the GPUs of a gang (or a node) that are at work."""
-
-    count: int
-    median: float
-    mad: float
-    """Median of the absolute deviations from the median."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +37,7 @@ class Above:
         return Seen.GOOD if value <= self.calm[1] else Seen.BETWEEN
 
     def evidence(self, reading: Reading, around: Around) -> str:
-        return f"{_number(reading)} {self.unit}, limit {self.limit:g} {self.unit}".replace(" ,", ",").rstrip()
+        return f"{number_in(reading)} {self.unit}, limit {self.limit:g} {self.unit}".replace(" ,", ",").rstrip()
 
     def __str__(self) -> str:
         return f"> {self.limit:g} {self.unit}".rstrip()
@@ -96,7 +64,7 @@ class Below:
         return Seen.GOOD if value >= self.calm[0] else Seen.BETWEEN
 
     def evidence(self, reading: Reading, around: Around) -> str:
-        return f"{_number(reading)} {self.unit}, least {self.limit:g} {self.unit}".replace(" ,", ",").rstrip()
+        return f"{number_in(reading)} {self.unit}, least {self.limit:g} {self.unit}".replace(" ,", ",").rstrip()
 
     def __str__(self) -> str:
         return f"< {self.limit:g} {self.unit}".rstrip()
@@ -124,7 +92,7 @@ class Against:
 
     def evidence(self, reading: Reading, around: Around) -> str:
         limit = around.other(self.other)
-        return f"{_number(reading)} {self.worse} {self.otherwise if limit is None else limit:g} ({self.other})"
+        return f"{number_in(reading)} {self.worse} {self.otherwise if limit is None else limit:g} ({self.other})"
 
     def __str__(self) -> str:
         instead = f" (or {self.otherwise:g})" if self.otherwise is not None else ""
@@ -154,7 +122,7 @@ class OneOf:
 
     def evidence(self, reading: Reading, around: Around) -> str:
         said = self.what.get(reading.value if reading.value is not None else math.nan)
-        named = f"{_number(reading)} ({said})" if said else _number(reading)
+        named = f"{number_in(reading)} ({said})" if said else number_in(reading)
         return f"{reading.signal} {named}" + (f": {reading.detail}" if reading.detail else "")
 
     def __str__(self) -> str:
@@ -260,47 +228,6 @@ class Replays(Rises):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Among:
-    """Bad when far from the median of its peers: below `limit` times it, or above if `limit` is above 1.
-
-    Among four or more, also by the robust z (0.6745 (x - m) / MAD, the MAD at least 1 % of m): > 3.5 (reference 4.4).
-    """
-
-    limit: float
-    least_median: float
-    """With less than that in the middle, the peers themselves do nothing, and nobody is odd."""
-    calm: tuple[float, float] | None = None
-
-    def seen(self, reading: Reading, around: Around) -> Seen:
-        value, peers = value_of(reading), around.peers()
-        if value is None or peers is None or peers.median < self.least_median or peers.median <= 0:
-            return Seen.NOTHING
-        ratio = value / peers.median
-        far = ratio < self.limit if self.limit < 1 else ratio > self.limit
-        z = 0.6745 * abs(value - peers.median) / max(peers.mad, 0.01 * peers.median)
-        if far and (peers.count < ENOUGH_FOR_MAD or z > Z_LIMIT):
-            return Seen.BAD
-        return Seen.BETWEEN if far else Seen.GOOD
-
-    def evidence(self, reading: Reading, around: Around) -> str:
-        peers = around.peers()
-        median = math.nan if peers is None else peers.median
-        share = (reading.value or 0) / median
-        return (
-            f"{reading.signal} {_number(reading)}, {share:.2f} of its peers' median {median:.4g}, limit {self.limit:g}"
-        )
-
-    def __str__(self) -> str:
-        return f"{'<' if self.limit < 1 else '>'} {self.limit:g} × median of its peers"
-
-
-FEWEST_PEERS = 3
-"""With fewer than these at work nobody can say which of them is the odd one."""
-ENOUGH_FOR_MAD = 4
-Z_LIMIT = 3.5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Xid:
     """Bad on one of these XIDs (or on any that is not `other_than`), if the kernel's text fits."""
 
@@ -329,7 +256,7 @@ class Xid:
         return Seen.BAD
 
     def evidence(self, reading: Reading, around: Around) -> str:
-        return f"XID {_number(reading)}" + (f": {reading.detail}" if reading.detail else "")
+        return f"XID {number_in(reading)}" + (f": {reading.detail}" if reading.detail else "")
 
     def __str__(self) -> str:
         codes = ", ".join(map(str, sorted(self.codes))) if self.codes else "any other"
@@ -338,25 +265,3 @@ class Xid:
 
 
 Condition = Above | Below | Against | OneOf | Bits | Says | Rises | Among | Xid
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Guard:
-    """A bad reading counts only while another signal of the same subject is known to be within these bounds."""
-
-    signal: Signal
-    at_least: float = -math.inf
-    at_most: float = math.inf
-
-    def holds(self, around: Around) -> bool:
-        value = around.other(self.signal)
-        return value is not None and self.at_least <= value <= self.at_most
-
-    def __str__(self) -> str:
-        if self.at_least == self.at_most:
-            return f"`{self.signal}` = {self.at_least:g}"
-        return f"`{self.signal}` " + (f"≥ {self.at_least:g}" if self.at_most == math.inf else f"≤ {self.at_most:g}")
-
-
-def _number(reading: Reading) -> str:
-    return f"{reading.value:g}" if reading.value is not None else str(reading.status)

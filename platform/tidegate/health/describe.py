@@ -33,9 +33,10 @@ after the third within a week it stays out until a person clears it (`repeat_off
 
 Rules "of the gang" compare GPUs of one gang by the median, and by the MAD from four on. Rows 12, 42 and 44 to 46
 (hangs, silent links, silent agents, numbers that are not finite, replicas that differ) are not here: the gang, the
-arbiter and the training loop see those. `gpu_count` and `driver_gone` need `health.gpus_per_node`, `ib_rate` needs
-`health.ib_port_gbits`. Of network ports those in `health.ib_ports` are judged; with none named, each InfiniBand port
-that was active once. NVLinks that are down count on nodes where a GPU had all of its own up.
+arbiter and the training loop see those (`docs/decisions/0006-rows-outside-the-table.md`). `gpu_count` and `driver_gone`
+need `health.gpus_per_node`, `ib_rate` needs `health.ib_port_gbits`. Of network ports those in `health.ib_ports` are
+judged; with none named, each InfiniBand port that was active once. NVLinks that are down count on nodes where a GPU had
+all of its own up.
 """
 
 

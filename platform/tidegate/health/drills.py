@@ -5,8 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 from tidegate.errors import TidegateError
-from tidegate.health.readings import Reading, Signal, Status
-from tidegate.health.table import DEADLINE_MISSED
+from tidegate.health.readings import DEADLINE_MISSED, Reading, Signal, Status
 from tidegate.ids import NodeId
 
 DRILL = "a drill"
@@ -17,6 +16,8 @@ class Drill(StrEnum):
     HOT_GPU = "hot-gpu"
     XID = "xid"
     IB_FLAP = "ib-flap"
+    HANG = "hang"
+    """Not a reading: a rank is stopped for real (`HealthAgent.hang`)."""
     NVML_HANG = "nvml-hang"
 
 
@@ -36,6 +37,8 @@ def readings_of(drill: Drill, node: NodeId, subject: str, hot_celsius: float, no
             times_s = (now_s - 0.1 * left for left in range(len(states) - 1, -1, -1))
             pairs = zip(times_s, states, strict=True)
             return [_reading(at_s, node, subject, Signal.IB_PORT_STATE, state) for at_s, state in pairs]
+        case Drill.HANG:
+            return []
         case Drill.NVML_HANG:
             return [_missed(now_s - 0.1 * left, node) for left in (2, 1, 0)]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 from tidegate.health.readings import ListedGpu, Reading, Signal
 
@@ -66,4 +65,4 @@ def named(event: Reading, gpus: Sequence[ListedGpu]) -> Reading:
     if event.signal is not Signal.GPU_XID or not event.subject.startswith("pci:"):
         return event
     address = event.subject.removeprefix("pci:")
-    return next((replace(event, subject=gpu.uuid) for gpu in gpus if gpu.pci == address), event)
+    return next((event._replace(subject=gpu.uuid) for gpu in gpus if gpu.pci == address), event)

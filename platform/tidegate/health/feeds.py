@@ -8,12 +8,12 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from tidegate.clock import Clock
-from tidegate.health.readings import Reading, Round, Signal, Source, Status
-from tidegate.health.table import DEADLINE_MISSED
+from tidegate.health.readings import DEADLINE_MISSED, Reading, Round, Signal, Source, Status
 from tidegate.ids import NodeId
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class FeedRunner:
         self._node, self._clock = node, clock
         self._questions: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._answer: asyncio.Future[Round] | None = None
+        self._answer: Future[Round] | None = None
         self._asked_s = -math.inf
         self._misses = 0
         self.error: str | None = None
@@ -57,7 +57,7 @@ class FeedRunner:
         """The same, if the source is late or has died: which is a finding on the source, not on what it looks at."""
 
     @property
-    def answer(self) -> asyncio.Future[Round] | None:
+    def answer(self) -> Future[Round] | None:
         """The call that is on its way."""
         return self._answer
 
@@ -72,17 +72,16 @@ class FeedRunner:
             # Not an executor: those are joined when the process ends, and a call into a dead driver never comes back.
             self._thread = threading.Thread(target=self._serve, name=f"health-{self.feed.name}", daemon=True)
             self._thread.start()
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[Round] = loop.create_future()
+        answer: Future[Round] = Future()
         self._answer, self._asked_s, self._misses = answer, now_s, 0
 
         def ask() -> None:
             try:
                 seen = self.feed.source.read()
             except BaseException as error:
-                _tell(loop, answer, error)
+                answer.set_exception(error)
             else:
-                _tell(loop, answer, seen)
+                answer.set_result(seen)
 
         self._questions.put(ask)
         return True
@@ -140,16 +139,27 @@ class FeedRunner:
         )
 
 
-def _tell(loop: asyncio.AbstractEventLoop, answer: asyncio.Future[Round], said: Round | BaseException) -> None:
-    def tell() -> None:
-        if answer.done():
-            return
-        if isinstance(said, BaseException):
-            answer.set_exception(said)
-        else:
-            answer.set_result(said)
+async def all_answered(answers: Iterable[Future[Round]], timeout_s: float) -> None:
+    """Return when all are done, or the time is over. The loop is woken once, and not by each of them: at one look a
+    second, waking up is most of what an agent costs."""
+    left = [answer for answer in answers if not answer.done()]
+    if not left:
+        return
+    loop = asyncio.get_running_loop()
+    over = loop.create_future()
 
-    try:
-        loop.call_soon_threadsafe(tell)
-    except RuntimeError:
-        return  # the agent has ended while the source was away
+    def finish() -> None:
+        if not over.done():
+            over.set_result(None)
+
+    def one_done(_: Future[Round]) -> None:
+        left.pop()
+        if not left:
+            try:
+                loop.call_soon_threadsafe(finish)
+            except RuntimeError:
+                return  # the agent has ended while the source was away
+
+    for answer in tuple(left):
+        answer.add_done_callback(one_done)
+    await asyncio.wait((over,), timeout=timeout_s)

@@ -13,6 +13,8 @@ from tidegate.health.readings import Signal
 from tidegate.ids import NodeId
 
 REPEAT_OFFENDER = "repeat_offender"
+BURN_IN = "burn_in"
+"""The rule under which a GPU or node that comes back waits for its burn-in (`returns.py`)."""
 
 
 class Key(NamedTuple):
@@ -107,7 +109,7 @@ class History:
 
     def after_reboot(self) -> History:
         """A reboot lifts what is latched. It does not make a repeat offender a good one, nor forget how often."""
-        kept = {key: trace for key, trace in self.traces.items() if trace.rule == REPEAT_OFFENDER}
+        kept = {key: trace for key, trace in self.traces.items() if trace.rule in (REPEAT_OFFENDER, BURN_IN)}
         return History(traces=kept, ports=self.ports, evicted_at_s=self.evicted_at_s)
 
 

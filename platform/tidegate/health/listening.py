@@ -7,15 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from tidegate.health.conditions import Above, Against, Among, Below, Bits, OneOf, Replays, Rises, Says
-from tidegate.health.history import REPEAT_OFFENDER
+from tidegate.health.conditions import Above, Against, Below, Bits, OneOf, Replays, Rises, Says
+from tidegate.health.history import BURN_IN, REPEAT_OFFENDER
+from tidegate.health.peers import Among
 from tidegate.health.readings import EVENTS, Signal
 from tidegate.health.rule import Rule
 from tidegate.health.rules import gap_s, rules_of
 from tidegate.health.values import BOUNDS
 from tidegate.spec.policy import HealthSpec
 
-_EVENT_FRESH_S = 60.0
+EVENT_FRESH_S = 60.0
 """Older ones are history: an agent that starts anew reads the kernel log from before."""
 
 
@@ -54,7 +55,7 @@ def plan_of(spec: HealthSpec, in_gangs: bool) -> Plan:
     levels = _levels(rules)
     signals = {rule.signal for rule in rules} | levels
     heard = {signal: _listening(signal, rules, levels, spec) for signal in signals}
-    return Plan(heard, frozenset(rule.name for rule in rules_of(spec)) | {REPEAT_OFFENDER})
+    return Plan(heard, frozenset(rule.name for rule in rules_of(spec)) | {REPEAT_OFFENDER, BURN_IN})
 
 
 def _levels(rules: list[Rule]) -> frozenset[Signal]:
@@ -100,6 +101,6 @@ def _listening(signal: Signal, rules: list[Rule], levels: frozenset[Signal], spe
         among=bool(own) and all(isinstance(rule.bad, Among) for rule in own),
         is_level=signal in levels,
         gap_s=gap,
-        fresh_s=max(gap, _EVENT_FRESH_S) if signal in EVENTS else gap,
+        fresh_s=max(gap, EVENT_FRESH_S) if signal in EVENTS else gap,
         longest_s=max(counted, default=0.0),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from tidegate.clock import Clock
@@ -25,14 +26,14 @@ def feeds_of(spec: HealthSpec, node: NodeId, clock: Clock | None = None) -> list
     wanted = spec.sources
     feeds = [nvml_feed(NvmlSource(spec.nvml_library, node=node, clock=clock), spec)]
     if wanted.kmsg is not None:
-        kmsg = KmsgSource(Path(wanted.kmsg).expanduser(), node=node, clock=clock)
+        kmsg = KmsgSource(_here(wanted.kmsg), node=node, clock=clock)
         feeds.append(_feed("kmsg", kmsg, Signal.KMSG_ANSWERS, spec, spec.period_s))
     events = NvmlEventSource(spec.nvml_library, node=node, clock=clock)
     # The set waits in the driver, so its looks follow each other without a rest.
     feeds.append(_feed("nvml-events", events, Signal.NVML_EVENTS_ANSWERS, spec, 0.0, lasting=True))
-    infiniband = InfinibandSource(Path(wanted.ib_root), node=node, clock=clock)
+    infiniband = InfinibandSource(_here(wanted.ib_root), node=node, clock=clock)
     feeds.append(_feed("infiniband", infiniband, Signal.IB_ANSWERS, spec, spec.period_s))
-    host = HostSource(node=node, disks=[Path(path).expanduser() for path in wanted.disks], clock=clock)
+    host = HostSource(node=node, disks=[_here(path) for path in wanted.disks], clock=clock)
     feeds.append(_feed("host", host, Signal.HOST_ANSWERS, spec, max(HOST_S, spec.period_s)))
     if wanted.dcgm_url is not None:
         dcgm = DcgmSource(wanted.dcgm_url, node=node, clock=clock)
@@ -51,6 +52,11 @@ def nvml_feed(source: Source, spec: HealthSpec) -> Feed:
         deadline_s=spec.reading_deadline_s,
         waited_for=True,
     )
+
+
+def _here(path: str) -> Path:
+    """A path of the policy on this node: `~` and `$NAMES` are its own."""
+    return Path(os.path.expandvars(path)).expanduser()
 
 
 def _feed(

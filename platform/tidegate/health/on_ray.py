@@ -19,6 +19,7 @@ from tidegate.arbiter.messages import HealthReport, Verdict
 from tidegate.clock import SystemClock
 from tidegate.health.agent import HealthAgent, Seen
 from tidegate.health.drills import Drill
+from tidegate.health.examining import examination
 from tidegate.health.memory import FileMemory
 from tidegate.health.node_feeds import feeds_of
 from tidegate.health.readings import Reading
@@ -133,6 +134,7 @@ class HealthActor:
             memory=FileMemory(policy.health.state_path / f"{health_agent_name(node)}.json"),
             meters=RayMeters(),
             clock=SystemClock(),
+            examine=examination(policy.health),
         )
         self._running = asyncio.get_running_loop().create_task(self._agent.run())
         self._running.add_done_callback(_let_it_crash)
@@ -144,6 +146,10 @@ class HealthActor:
     async def drill(self, drill: Drill, subject: str | None, dry_run: bool) -> tuple[Verdict, ...]:
         """See `HealthAgent.drill`."""
         return self._agent.drill(drill, subject, dry_run=dry_run)
+
+    async def hang(self, gpu: str | None, dry_run: bool) -> str:
+        """See `HealthAgent.hang`."""
+        return self._agent.hang(gpu, dry_run=dry_run)
 
     async def seen(self) -> Seen:
         """See `HealthAgent.seen`."""

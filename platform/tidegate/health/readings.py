@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntFlag, StrEnum
 from types import MappingProxyType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from tidegate.ids import GpuId, NodeId
 
@@ -287,18 +287,33 @@ SLOW_S = 60.0
 PERIODS_S: Mapping[Signal, float] = MappingProxyType(
     {
         **dict.fromkeys(
-            (signal for signal in COUNTERS if signal not in (Signal.IB_CARRIER_CHANGES, Signal.HOST_OOM_KILLS)),
+            (signal for signal in COUNTERS if signal is not Signal.HOST_OOM_KILLS),
             MIDDLE_S,
         ),
         **dict.fromkeys(
             (
+                Signal.GPU_TENSOR_ACTIVE,
+                Signal.GPU_SM_ACTIVE,
+                Signal.GPU_DRAM_ACTIVE,
+                Signal.GPU_PCIE_SENT,
+                Signal.GPU_PCIE_RECEIVED,
+                Signal.GPU_NVLINK_SENT,
+                Signal.GPU_NVLINK_RECEIVED,
+                Signal.GPU_MEMORY_USED,
+                Signal.GPU_PROCESSES,
                 Signal.GPU_UTILIZATION,
-                Signal.GPU_MEMORY_CLOCK,
+                Signal.GPU_SM_CLOCK,
+                Signal.GPU_POWER,
+                Signal.GPU_READ,
                 Signal.GPU_PCIE_GENERATION,
                 Signal.GPU_PCIE_WIDTH,
                 Signal.GPU_NVLINKS,
                 Signal.GPU_NVLINKS_DOWN,
                 Signal.GPU_NVLINK_BER,
+                Signal.IB_PORT_PRESENT,
+                Signal.IB_PORT_ETHERNET,
+                Signal.IB_PORT_PHYS_STATE,
+                Signal.IB_PORT_RATE,
             ),
             MIDDLE_S,
         ),
@@ -324,6 +339,17 @@ PERIODS_S: Mapping[Signal, float] = MappingProxyType(
                 Signal.GPU_PCIE_GENERATION_MAX,
                 Signal.GPU_PCIE_WIDTH_MAX,
                 Signal.GPU_SM_CLOCK_MAX,
+                Signal.GPU_MEMORY_CLOCK,
+                Signal.GPU_ENERGY,
+                Signal.IB_REMOTE_PHYSICAL_ERRORS,
+                Signal.IB_SWITCH_RELAY_ERRORS,
+                Signal.IB_SEND_CONSTRAINT_ERRORS,
+                Signal.IB_RECEIVE_CONSTRAINT_ERRORS,
+                Signal.IB_VL15_DROPPED,
+                Signal.IB_SEND_WAIT,
+                Signal.IB_CNP_SENT,
+                Signal.IB_CNP_HANDLED,
+                Signal.IB_OUT_OF_BUFFER,
                 Signal.GPU_POWER_LIMIT,
                 Signal.GPU_MIG,
                 Signal.GPU_SLOWDOWN_LIMIT,
@@ -366,8 +392,13 @@ class Status(StrEnum):
     """No fresh value this time."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+DEADLINE_MISSED = "DEADLINE_MISSED"
+"""The cause that the agent gives when a source has not come back in time; every other is the source's own word."""
+
+
+class Reading(NamedTuple):
+    """A tuple, since a node makes some hundred of them a second."""
+
     at_s: float
     """When the value was taken; of an event, when it happened."""
     node: NodeId

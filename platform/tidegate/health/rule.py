@@ -5,13 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tidegate.arbiter.messages import Action, When
-from tidegate.health.conditions import Condition, Guard
+from tidegate.health.conditions import Condition
+from tidegate.health.evidence import Guard
 from tidegate.health.readings import Signal
 from tidegate.ids import Tier
 
 LATCHED = "a person sets it healthy after a reset, or the machine reboots"
 PROBATION_S = 600.0
 """How long a fault that may come back must stay away; doubled for each earlier eviction within a day."""
+
+EDGE = -1.0
+"""As `Rule.apart_s`: each row of bad readings counts once, however long it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from types import MappingProxyType
 
 from tidegate.arbiter.messages import HealthReport
@@ -102,6 +103,8 @@ LABELS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         },
         "ib_port_active": ("node", "port"),
         "gpu_xid_total": ("node", "gpu_uuid", "xid"),
+        "rank_step_compute_seconds": ("node", "gpu_uuid", "job"),
+        "rank_straggler_score": ("node", "gpu_uuid", "job"),
         "health_reading_status": ("node", "signal", "status"),
         "health_verdict": ("node", "subject", "rule", "verdict"),
         "health_tick_seconds": ("node",),
@@ -112,6 +115,8 @@ HELP: Mapping[str, str] = MappingProxyType(
         **{shown.name: shown.help for shown in SHOWN.values()},
         "ib_port_active": "1 while a port is up and known to its fabric.",
         "gpu_xid_total": "XIDs that the driver or the kernel has told since the agent started.",
+        "rank_step_compute_seconds": "What a rank computes in a step before its collectives.",
+        "rank_straggler_score": "The gang's median of that by the rank's own: below 1 it is slower than its peers.",
         "health_reading_status": "How many readings of a signal have this status.",
         "health_verdict": "1 for each verdict that stands.",
         "health_tick_seconds": "Time that one look at a node takes.",
@@ -147,10 +152,8 @@ def series_of(report: HealthReport, readings: Iterable[Reading], xids: XidCount,
             continue
         if reading.signal is Signal.GPU_TEMPERATURE and reading.subject in implausible:
             continue
-        shown = SHOWN.get(reading.signal)
-        if shown is not None:
-            subject = ("gpu_uuid" if reading.signal.of_gpu else "port", reading.subject)
-            series[shown.name, (node, subject, *shown.labels)] = reading.value
+        if reading.signal in SHOWN:
+            series[_key(reading.signal, reading.node, reading.subject)] = reading.value
         elif reading.signal is Signal.IB_PORT_STATE:
             active = 1.0 if reading.value == _PORT_ACTIVE else 0.0
             series["ib_port_active", (node, ("port", reading.subject))] = active
@@ -158,8 +161,21 @@ def series_of(report: HealthReport, readings: Iterable[Reading], xids: XidCount,
         series["health_reading_status", (node, ("signal", signal), ("status", status))] = float(count)
     for (subject_, xid), count in xids.counts.items():
         series["gpu_xid_total", (node, ("gpu_uuid", subject_), ("xid", xid))] = float(count)
+    for gpu in report.gpus:
+        rank = (node, ("gpu_uuid", gpu.uuid), ("job", gpu.run or ""))
+        if gpu.step_compute_s is not None:
+            series["rank_step_compute_seconds", rank] = gpu.step_compute_s
+        if gpu.straggler_score is not None:
+            series["rank_straggler_score", rank] = gpu.straggler_score
     for verdict in report.verdicts:
         subject_ = verdict.gpu or verdict.node
         labels = (node, ("subject", subject_), ("rule", verdict.rule), ("verdict", str(verdict.action)))
         series["health_verdict", labels] = 1.0
     return series
+
+
+@lru_cache(maxsize=8192)
+def _key(signal: Signal, node: str, subject: str) -> Series:
+    """A node has some hundred of them, the same at each look."""
+    shown = SHOWN[signal]
+    return shown.name, (("node", node), ("gpu_uuid" if signal.of_gpu else "port", subject), *shown.labels)

@@ -10,6 +10,7 @@ from typing import Literal
 from tidegate.ids import RequestId
 from tidegate.serve.api import ImagesBody
 from tidegate.serve.work import ImageJob, Size
+from tidegate.spec.tenants import HedgeWord
 
 SEED_LIMIT = 2**53
 """Whole numbers up to here survive JSON in every language."""
@@ -87,12 +88,13 @@ def admit(
     waiting: int,
     drawn_seed: int,
     keep_local: bool = False,
+    hedge: HedgeWord = "never",
     priority: int = 0,
 ) -> Admitted | Refused:
     """Check a body against the limits and fill in its defaults.
 
     `waiting` is how many requests wait in this gateway now; `drawn_seed` is used where the client named none.
-    `keep_local` and `priority` are the caller's, by their key.
+    `keep_local`, `hedge` and `priority` are the caller's, by their key.
     """
     if body.model is not None and body.model != limits.model:
         return Refused(
@@ -104,6 +106,9 @@ def admit(
     refused = _not_made(body) or _out_of_bounds(body, limits) or _unguided(body, limits)
     if refused is not None:
         return refused
+    if body.hedge and hedge == "never":
+        why = "'hedge': this key's pictures are not bought twice; leave it out"
+        return Refused(status=400, message=why, param="hedge", code="unsupported_parameter")
     reply = _reply(body)
     if isinstance(reply, Refused):
         return reply
@@ -132,7 +137,9 @@ def admit(
         local_only=keep_local or bool(body.local_only),
         guidance=body.guidance_scale,
         negative_prompt=body.negative_prompt or "",
+        hedge=hedge == "always" if body.hedge is None else body.hedge,
         priority=priority,
+        partial_images=body.partial_images or 0,
     )
     return Admitted(job, reply)
 
@@ -163,8 +170,8 @@ def _not_made(body: ImagesBody) -> Refused | None:
     for name, value, known in choices:
         if value is not None and value not in known:
             return _invalid(name, f"must be one of {_listed(known)}; got '{value[:40]}'")
-    if body.partial_images:
-        return _invalid("partial_images", f"must be 0: pictures come whole, got {str(body.partial_images)[:40]}")
+    if body.partial_images and not body.stream:
+        return _invalid("partial_images", "is for streams; set stream, or leave it out")
     return None
 
 
@@ -193,6 +200,8 @@ def _out_of_bounds(body: ImagesBody, limits: Limits) -> Refused | None:
         ("seed", body.seed, 0, SEED_LIMIT - limits.images_max),
         ("num_inference_steps", body.num_inference_steps, 1, limits.steps_max),
         ("output_compression", body.output_compression, 0, 100),
+        # OpenAI's own limit.
+        ("partial_images", body.partial_images, 0, 3),
     )
     for name, value, low, high in ranges:
         if value is not None and not low <= value <= high:

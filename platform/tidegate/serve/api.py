@@ -47,6 +47,7 @@ class ImagesBody(BaseModel):
     guidance_scale: float | None = None
     seed: int | None = None
     local_only: bool | None = None
+    hedge: bool | None = None
     complexity: str | None = None
     frame_count: int | None = None
     frame_duration_ms: int | None = None

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Protocol
 
-from tidegate.arbiter.messages import CanaryResult, GatewayReport, Orders
+from tidegate.arbiter.messages import CanaryResult, GatewayReport, Orders, PoolPlan
 from tidegate.clock import Clock
 from tidegate.errors import NoArbiterError
-from tidegate.ids import GatewayId, RequestId
+from tidegate.ids import GatewayId, PoolName, RequestId
 from tidegate.serve.admission import Limits
 from tidegate.serve.backends import Backends
 from tidegate.serve.flow import Flow
@@ -28,11 +29,21 @@ class Arbiter(Protocol):
 
 
 class ArbiterLink:
-    """Without an arbiter the last orders hold."""
+    """Without an arbiter the last orders hold. `plan` says how its application's pools are built, `follow_pools` hears
+    which there are."""
 
     def __init__(
-        self, gateway: GatewayId, flow: Flow, backends: Backends, tally: Tally, limits: Limits, clock: Clock
+        self,
+        gateway: GatewayId,
+        flow: Flow,
+        backends: Backends,
+        tally: Tally,
+        limits: Limits,
+        clock: Clock,
+        plan: PoolPlan,
+        follow_pools: Callable[[Iterable[PoolName]], None],
     ) -> None:
+        self._plan, self._follow_pools = plan, follow_pools
         self._id, self._flow, self._backends, self._tally = gateway, flow, backends, tally
         self._limits, self._clock = limits, clock
         self._heard = True
@@ -62,6 +73,7 @@ class ArbiterLink:
         self._hear(None)
         if not self._backends.follow(orders):
             return False
+        self._follow_pools(orders.allowances)
         self._flow.dispatcher.look()
         self._start_canary(orders.canary, arbiter)
         return True
@@ -96,6 +108,7 @@ class ArbiterLink:
             spent_usd_total=self._flow.spent_usd(),
             local_images_per_s=made_here.images_per_s,
             local_busy_replicas=made_here.busy_replicas,
+            plan=self._plan,
         )
 
     def _start_canary(self, canary: str | None, arbiter: Arbiter) -> None:

@@ -1,6 +1,6 @@
 """Did every request end exactly once, and was no picture paid for twice? From the ledgers' rows alone. Pure.
 
-    accepted = answered + refused + cancelled (+ under way)
+    accepted = answered + refused + cancelled (+ under way, + lost with a gateway that was killed)
 
 A refusal that came after something was tried (502, 504) is a refusal too, and counted apart as well.
 """
@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from tidegate.serve.ledger import Audited, Outcome
+from tidegate.serve.ledger import Outcome
+from tidegate.serve.ledger_reading import Audited
 
 LISTED_MAX = 1000
 """Findings that are kept with their words; all are counted."""
@@ -41,9 +42,13 @@ class Audit:
     refused_after_attempts: int = 0
     """Of the refused."""
     cancelled: int = 0
+    lost: int = 0
+    """Their gateway was killed with them under way. Each is a finding: a client got no answer."""
     under_way: int = 0
     """Accepted within the last `grace_s`, not ended yet."""
     paid_twice: int = 0
+    hedged: int = 0
+    """Asked for at two places at once, as their callers allow."""
     spent_usd: float = 0.0
     broken: int = 0
     """Findings in all."""
@@ -51,7 +56,7 @@ class Audit:
 
     @property
     def proven(self) -> bool:
-        ended = self.answered + self.refused + self.cancelled + self.under_way
+        ended = self.answered + self.refused + self.cancelled + self.lost + self.under_way
         return self.accepted == ended and not self.broken
 
     def add(self, row: Audited, what: str) -> None:
@@ -67,7 +72,8 @@ def audit(rows: Iterable[Audited], now_s: float, grace_s: float) -> Audit:
     for row in rows:
         seen[row.request_id] += 1
         found.spent_usd += row.price_usd
-        if row.paid_attempts > 1:
+        found.hedged += row.hedges > 0
+        if row.paid_attempts > 1 + row.hedges:
             found.paid_twice += 1
             found.add(row, f"paid for {row.paid_attempts} times: {row.paid_to}")
         if row.accepted_at_s is None:
@@ -88,6 +94,10 @@ def _count_end(found: Audit, row: Audited, now_s: float, grace_s: float) -> None
         else:
             found.add(row, f"never ended: accepted {age_s:.0f} s ago, and nothing since")
         return
+    if row.outcome == Outcome.LOST:
+        found.lost += 1
+        found.add(row, row.reason or "lost by its gateway")
+        return
     try:
         end = ENDS[Outcome(row.outcome)]
     except ValueError:
@@ -95,7 +105,7 @@ def _count_end(found: Audit, row: Audited, now_s: float, grace_s: float) -> None
         return
     setattr(found, end, getattr(found, end) + 1)
     found.refused_after_attempts += row.outcome == Outcome.FAILED
-    if row.outcome == Outcome.ANSWERED and row.answered_attempts != 1:
+    if row.outcome == Outcome.ANSWERED and not 1 <= row.answered_attempts <= 1 + row.hedges:
         found.add(row, f"answered, with {row.answered_attempts} attempts that made its pictures")
     elif row.outcome == Outcome.ANSWERED and row.images < 1:
         found.add(row, "answered without a picture")

@@ -13,7 +13,7 @@ from tidegate.ids import RequestId
 from tidegate.serve.admission import Admitted, Limits, Refused, Reply, admit
 from tidegate.serve.api import ApiError, ImagesBody
 from tidegate.serve.callers import Caller
-from tidegate.serve.flow import Answer, Flow
+from tidegate.serve.flow import REPLICAS_LEFT, Answer, Flow
 from tidegate.serve.ledger import Ledger, Outcome
 from tidegate.serve.pictures import encoded
 
@@ -70,6 +70,7 @@ class Desk:
             waiting=waiting,
             drawn_seed=drawn_seed,
             keep_local=caller.local_only,
+            hedge=caller.hedge,
             priority=caller.priority,
         )
         if isinstance(admitted, Refused):
@@ -106,4 +107,5 @@ async def pictures_in(reply: Reply, answer: Answer) -> tuple[bytes, ...]:
 
 
 def _outcome_of(error: ApiError) -> Outcome:
-    return Outcome.FAILED if error.status in (502, 504) else Outcome.REFUSED
+    tried = error.status in (502, 504) or error.code == REPLICAS_LEFT
+    return Outcome.FAILED if tried else Outcome.REFUSED

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from tidegate.clock import Clock
 from tidegate.serve.backends import Backends
+from tidegate.serve.hedging import second_place
 from tidegate.serve.routing import Reject, RouteRequest, ToLocal, ToProvider, View, Wait, pick, wait_is_for_all
 
 LOOK_AGAIN_S = 0.05
@@ -51,6 +52,16 @@ class Dispatcher:
                 if not isinstance(place, Reject):  # placed in the very moment in which the client left
                     self.done(place)
             raise
+
+    def place_second(self, request: RouteRequest, first: ToLocal | ToProvider) -> ToLocal | ToProvider | None:
+        """A second place for a placed request, where one is free and nobody waits for it."""
+        if self._line:
+            return None
+        now_s = self._clock.now_s()
+        place = second_place(request, first, self._backends.view(now_s), now_s)
+        if place is not None:
+            self._backends.reserve(place)
+        return place
 
     def done(self, place: ToLocal | ToProvider) -> None:
         self._backends.release(place)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import uuid
 from dataclasses import dataclass, field
@@ -21,8 +22,10 @@ from tidegate.serve.desk import Desk, pictures_in
 from tidegate.serve.flow import Answer
 from tidegate.serve.job_runner import Jobs
 from tidegate.serve.jobs import JobStatus
-from tidegate.serve.pictures import images_answer, images_events
+from tidegate.serve.pictures import images_answer, images_events, partial_event
+from tidegate.serve.relay import Relay
 from tidegate.serve.repeats import HEADER, Repeats
+from tidegate.serve.work import Partial
 
 
 @dataclass(slots=True)
@@ -40,6 +43,9 @@ class Door:
         caller = self._caller(request)
         raw = await read(request)
         key = request.headers.get(HEADER)
+        if key is None and b"partial_images" in raw:  # else no relay, which costs a task
+            relay = Relay()
+            return await relay.response(self._answered(raw, caller, relay))
         if key is None:
             return await self._answered(raw, caller)
         return await self.repeats.once(caller.name, key, raw, self.clock.now_s, partial(self._answered, raw, caller))
@@ -47,16 +53,20 @@ class Door:
     def _caller(self, request: Request) -> Caller:
         return self.callers.identify(request.headers.get("authorization"))
 
-    async def _answered(self, raw: bytes, caller: Caller) -> Response:
+    async def _answered(self, raw: bytes, caller: Caller, relay: Relay | None = None) -> Response:
+        """`relay` gets unfinished pictures, where the client wants any. One with an Idempotency-Key has none:
+        its answer is kept for repeats, which get all of it."""
         request_id = RequestId(uuid.uuid4().hex)
         accepted_at_s = self.clock.now_s()
         try:
-            with self.desk.booked(request_id, accepted_at_s) as entry, caller.enter(accepted_at_s):
-                body = parse_body(raw, ImagesBody)
-                waiting = self.desk.flow.dispatcher.waiting
-                admitted = self.desk.admitted(body, request_id, caller, waiting, random.randrange(2**31))
-                answer = entry.answer = await self.desk.flow.answer(admitted.job, accepted_at_s)
-                response = await self._handed_over(answer, admitted)
+            with self.desk.booked(request_id, accepted_at_s) as entry:
+                async with self.callers.enter(caller, request_id, accepted_at_s):
+                    body = parse_body(raw, ImagesBody)
+                    waiting = self.desk.flow.dispatcher.waiting
+                    admitted = self.desk.admitted(body, request_id, caller, waiting, random.randrange(2**31))
+                    show = None if relay is None else partial(self._shown, relay, request_id, admitted)
+                    answer = entry.answer = await self.desk.flow.answer(admitted.job, accepted_at_s, show=show)
+                    response = await self._handed_over(answer, admitted)
         except ApiError as error:
             response = refusal(error)
         # Not `x-request-id`: Serve sets that itself, to whatever the client sent, which may repeat.
@@ -104,6 +114,10 @@ class Door:
             raise ApiError(503, "no replica runs and no provider answers", code="no_capacity", retry_after_s=1.0)
         return {"status": "ready"}
 
+    async def _shown(self, relay: Relay, request: RequestId, admitted: Admitted, part: Partial) -> None:
+        event = partial(partial_event, part, admitted.job, admitted.reply, self.clock.now_s())
+        relay.put(await asyncio.to_thread(event), {"x-tidegate-request-id": request})
+
     async def _handed_over(self, answer: Answer, admitted: Admitted) -> Response:
         reply, size = admitted.reply, admitted.job.size
         pictures = await pictures_in(reply, answer)
@@ -116,8 +130,8 @@ class Door:
         if answer.made.seed is not None:
             headers["x-tidegate-seed"] = str(answer.made.seed)
         if reply.stream:
-            # Nothing is sent before the pictures are there, so a failure still has its own status (C166, C167).
-            events = images_events(answer.made, pictures, size, reply, created_s)
+            # Before the first picture nothing is sent, so a failure still has its own status (C167).
+            events = images_events(answer, pictures, size, reply, created_s)
             return Response(events, media_type="text/event-stream", headers=headers)
         return JSONResponse(images_answer(answer.made, pictures, size, reply, created_s), headers=headers)
 

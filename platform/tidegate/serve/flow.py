@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeAlias
 
 from tidegate.arbiter.messages import CanaryResult
@@ -14,16 +14,20 @@ from tidegate.serve.api import ApiError
 from tidegate.serve.backends import Backends
 from tidegate.serve.demand import Demand
 from tidegate.serve.dispatch import Dispatcher
+from tidegate.serve.hedging import hedge_at_s
 from tidegate.serve.ledger import CANARY, Attempt, AttemptOutcome, Ledger
 from tidegate.serve.providers.base import ImageProvider, ProviderAmbiguousError, ProviderRefusedError, WrongPictureError
 from tidegate.serve.providers.fields import wants
 from tidegate.serve.routing import Reject, RouteRequest, ToLocal, ToProvider
 from tidegate.serve.timeouts import attempt_s
-from tidegate.serve.work import EngineFailedError, ImageJob, Made, PoolBusyError, PoolLostError
+from tidegate.serve.work import EngineFailedError, ImageJob, Made, Partial, PoolBusyError, PoolLostError, UnfitError
 from tidegate.spec.policy import ServingSpec
 
 REST_S = 0.03
 """A pool that was not as free, or not as alive, as it looked is looked at again after this."""
+
+REPLICAS_LEFT = "replicas_left"
+"""The error code of a request that was tried, and of which only replicas that went away know."""
 
 LOST_MAX = 3
 """Replicas that may die with one request before it is taken for the cause and kept from replicas."""
@@ -35,9 +39,15 @@ class LocalPools(Protocol):
 
         Raises:
             PoolBusyError, PoolLostError, EngineFailedError: see `work`.
+            UnfitError: see `work`.
             TimeoutError: not done in time; the replica was told to stop.
         """
 
+    async def make_shown(self, pool: PoolName, job: ImageJob, timeout_s: float, show: Showing) -> Made:
+        """As `make`; `show` is awaited with each unfinished picture as it comes."""
+
+
+Showing: TypeAlias = Callable[[Partial], Awaitable[None]]
 
 Buying: TypeAlias = Callable[[bool], Awaitable[None]]
 """Told True before a provider is asked, and False when it has clearly made nothing: what is written in between outlives
@@ -71,6 +81,10 @@ class _Walk:
     job: ImageJob
     route: RouteRequest
     buying: Buying | None = None
+    show: Showing | None = None
+    shown: set[tuple[int, int]] = field(default_factory=set)
+    """Unfinished pictures that the client has: (image, index)."""
+    unfit: UnfitError | None = None
     attempts: int = 0
     """That did or may have done something."""
     lost: int = 0
@@ -98,15 +112,22 @@ class Flow:
         return self._ledger.spent_usd(None if provider is None else backend_name(ToProvider(provider)))
 
     async def answer(
-        self, job: ImageJob, accepted_at_s: float, *, deadline_s: float | None = None, buying: Buying | None = None
+        self,
+        job: ImageJob,
+        accepted_at_s: float,
+        *,
+        deadline_s: float | None = None,
+        buying: Buying | None = None,
+        show: Showing | None = None,
     ) -> Answer:
         """Make the job's pictures somewhere. Writes its attempts, not its end.
 
-        `deadline_s` is absolute; none = the policy's. `buying` hears of each paid attempt before it is made.
+        `deadline_s` is absolute; none = the policy's. `buying` hears of each paid attempt before it is made, `show`
+        gets each unfinished picture once. After the first one nobody else's picture will do: only replicas may go on.
 
         Raises:
-            ApiError: 503 where nothing took it in time, 429 where it would have cost money that may not be spent,
-                502/504 where what took it failed.
+            ApiError: 400 where it fits into no replica's memory, 503 where nothing took it in time, 429 where it would
+                have cost money that may not be spent, 502/504 where what took it failed.
         """
         route = RouteRequest(
             model=job.model,
@@ -118,24 +139,59 @@ class Flow:
             priority=job.priority,
             needs=wants(job),
             images=job.images,
+            hedge_after_s=self._spec.hedge_after_s if job.hedge else None,
         )
-        walk = _Walk(job, route, buying)
+        walk = _Walk(job, route, buying, show)
         while True:
             place = await self.dispatcher.place(walk.route)
             if isinstance(place, Reject):
                 raise _gave_up(walk, place)
-            started_at_s = self._clock.now_s()
-            try:
-                made = await self._attempt(walk, place)
-            finally:
-                self.dispatcher.done(place)
-            if made is not None:
-                computed_s = made.compute_s or self._clock.now_s() - started_at_s
-                return Answer(made, backend_name(place), started_at_s - accepted_at_s, computed_s)
+            answer = await self._tried(walk, place)
+            if answer is not None:
+                return answer
 
-    async def _attempt(self, walk: _Walk, place: ToLocal | ToProvider) -> Made | None:
+    async def _tried(self, walk: _Walk, first: ToLocal | ToProvider) -> Answer | None:
+        """One try, or two beside each other where that is allowed and the first is slow: the first answer counts, and
+        the other try is cancelled. None = what was tried failed."""
+        at_s = hedge_at_s(walk.route, self._clock.now_s())
+        # A stream shows what one place makes; a job has time, and says to the store that one purchase is under way.
+        if at_s is None or walk.buying is not None or walk.show is not None:
+            try:
+                return await self._attempt_at(walk, first)
+            finally:
+                self.dispatcher.done(first)
+        trying = [self._begin(walk, first)]
+        try:
+            await asyncio.wait(trying, timeout=at_s - self._clock.now_s())
+            second = None if trying[0].done() else self.dispatcher.place_second(walk.route, first)
+            if second is not None:
+                trying.append(self._begin(walk, second, hedge=True))
+            for done in asyncio.as_completed(trying):
+                answer = await done
+                if answer is not None:
+                    return answer
+            return None
+        finally:
+            for task in trying:
+                task.cancel()
+            await asyncio.gather(*trying, return_exceptions=True)
+
+    def _begin(self, walk: _Walk, place: ToLocal | ToProvider, *, hedge: bool = False) -> asyncio.Task[Answer | None]:
+        task = asyncio.get_running_loop().create_task(self._attempt_at(walk, place, hedge=hedge))
+        # Not in the task: one that is cancelled before its first step never runs.
+        task.add_done_callback(lambda _: self.dispatcher.done(place))
+        return task
+
+    async def _attempt_at(self, walk: _Walk, place: ToLocal | ToProvider, *, hedge: bool = False) -> Answer | None:
+        started_at_s = self._clock.now_s()
+        made = await self._attempt(walk, place, hedge)
+        if made is None:
+            return None
+        computed_s = made.compute_s or self._clock.now_s() - started_at_s
+        return Answer(made, backend_name(place), started_at_s - walk.route.accepted_at_s, computed_s)
+
+    async def _attempt(self, walk: _Walk, place: ToLocal | ToProvider, hedge: bool) -> Made | None:
         """One try; None = it failed, and `walk` has learnt from it."""
-        number = walk.attempts + 1
         started_at_s = self._clock.now_s()
         price_usd, compute_s = 0.0, 0.0
         outcome, reason = AttemptOutcome.ERROR, None
@@ -156,6 +212,8 @@ class Flow:
             raise
         except PoolBusyError:
             outcome = AttemptOutcome.BUSY
+        except UnfitError as error:
+            outcome, reason, walk.unfit = AttemptOutcome.REFUSED, error.why, error
         except (PoolLostError, ProviderAmbiguousError) as error:
             outcome, reason = AttemptOutcome.LOST, str(error)
         except ProviderRefusedError as error:
@@ -164,11 +222,11 @@ class Flow:
             outcome, reason = AttemptOutcome.ERROR, str(error) or "not done before the deadline"
         finally:
             if outcome is not AttemptOutcome.BUSY:  # nothing was done: no attempt to speak of
-                walk.attempts, walk.last = number, reason or walk.last
+                walk.attempts, walk.last = walk.attempts + 1, reason or walk.last
                 self._ledger.attempt(
                     Attempt(
                         request=walk.job.request,
-                        attempt=number,
+                        attempt=walk.attempts,
                         backend=backend_name(place),
                         started_at_s=started_at_s,
                         ended_at_s=self._clock.now_s(),
@@ -176,13 +234,14 @@ class Flow:
                         reason=reason,
                         price_usd=price_usd,
                         compute_s=compute_s,
+                        hedge=hedge,
                     )
                 )
         return None
 
     async def _try_local(self, walk: _Walk, pool: PoolName, now_s: float) -> Made:
         try:
-            made = await self._local.make(pool, walk.job, walk.route.deadline_s - now_s)
+            made = await self._made_here(walk, pool, walk.route.deadline_s - now_s)
         except PoolBusyError:
             self._backends.rest_pool(pool, self._clock.now_s() + REST_S)
             raise
@@ -193,12 +252,25 @@ class Flow:
                 everywhere = frozenset(view.pool for view in self._backends.view(now_s).pools)
                 walk.route = replace(walk.route, excluded_pools=everywhere)
             raise
-        except EngineFailedError:
+        except (EngineFailedError, UnfitError):
             walk.route = replace(walk.route, excluded_pools=walk.route.excluded_pools | {pool})
             raise
         self._backends.local_answered(pool, made.compute_s)
         self.demand.made(self._clock.now_s(), walk.job.images, made.compute_s)
         return made
+
+    async def _made_here(self, walk: _Walk, pool: PoolName, timeout_s: float) -> Made:
+        outer = walk.show
+        if outer is None or not walk.job.partial_images:
+            return await self._local.make(pool, walk.job, timeout_s)
+
+        async def show(part: Partial) -> None:
+            if (part.image, part.index) not in walk.shown:  # else a replica was lost, and the next begins anew (C166)
+                walk.shown.add((part.image, part.index))
+                walk.route = replace(walk.route, local_only=True)
+                await outer(part)
+
+        return await self._local.make_shown(pool, walk.job, timeout_s, show)
 
     async def _try_provider(self, walk: _Walk, name: ProviderName, now_s: float) -> Made:
         timeout_s = attempt_s(self._backends.timeout_s(name), walk.route.deadline_s, now_s)
@@ -280,11 +352,17 @@ def _canary_route(job: ImageJob, now_s: float, timeout_s: float) -> RouteRequest
 
 
 def _gave_up(walk: _Walk, reject: Reject) -> ApiError:
+    if walk.unfit is not None and not walk.route.bought:
+        what = f"'{walk.unfit.param}': {walk.unfit.why}; ask for less"
+        return ApiError(400, what, param=walk.unfit.param, code="does_not_fit")
     if not walk.attempts and reject.over_budget:
         return ApiError(429, reject.reason, code="over_budget", retry_after_s=reject.retry_after_s)
     if not walk.attempts:
         return ApiError(503, reject.reason, code="no_capacity", retry_after_s=reject.retry_after_s)
     tried = f"{reject.reason}; {walk.attempts} tried, last: {walk.last}"
+    if walk.lost == walk.attempts < LOST_MAX:
+        # Nothing is wrong with it: its replicas had to leave, and no other place took it in time.
+        return ApiError(503, tried, code=REPLICAS_LEFT, retry_after_s=reject.retry_after_s)
     if walk.route.bought:
         # To ask again is to buy again: a person may choose that, a client library's retry may not.
         return ApiError(504, tried, code="answer_lost", retry=False)

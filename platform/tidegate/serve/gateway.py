@@ -4,72 +4,46 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping
 
 from fastapi import FastAPI
 from ray import serve
-from ray.exceptions import RayError, RayTaskError
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
-from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
 
 from tidegate.arbiter.client import ArbiterClient
+from tidegate.arbiter.messages import PoolPlan
 from tidegate.clock import SystemClock
-from tidegate.ids import GatewayId, PoolName, ProviderName
+from tidegate.ids import GatewayId, ProviderName
 from tidegate.serve.admission import Limits
 from tidegate.serve.arbiter_link import ArbiterLink, canary_job
 from tidegate.serve.backends import Backends
-from tidegate.serve.callers import Callers
+from tidegate.serve.callers import open_callers
 from tidegate.serve.canaries import Canaries
 from tidegate.serve.desk import Desk
 from tidegate.serve.door import Door
 from tidegate.serve.flow import Flow
 from tidegate.serve.job_runner import open_jobs
 from tidegate.serve.ledger import Ledger
+from tidegate.serve.pools import RayPools
 from tidegate.serve.providers import connect
 from tidegate.serve.router_registry import pools_seen
 from tidegate.serve.routes import build_api
 from tidegate.serve.tally import Tally
-from tidegate.serve.work import EngineFailedError, ImageJob, Made, PoolBusyError, PoolLostError
 from tidegate.spec.policy import Policy
-
-
-class RayPools:
-    """The pools of images replicas, by Serve handle."""
-
-    def __init__(self, handles: Mapping[PoolName, DeploymentHandle]) -> None:
-        # `.options` makes the router now, so that it is known before the first request.
-        self._handles = {name: handle.options(method_name="make") for name, handle in handles.items()}
-
-    async def make(self, pool: PoolName, job: ImageJob, timeout_s: float) -> Made:
-        response = self._handles[pool].remote(job)
-        try:
-            async with asyncio.timeout(timeout_s):
-                made: Made = await response
-            return made
-        except (asyncio.CancelledError, TimeoutError):
-            response.cancel()  # else the replica would finish a picture that nobody waits for
-            raise
-        except RayTaskError as error:  # the replica's own code raised
-            raise EngineFailedError(str(error.cause)[:300]) from None
-        except BackPressureError:
-            raise PoolBusyError(pool) from None
-        except (RayError, DeploymentUnavailableError) as error:
-            raise PoolLostError(f"{type(error).__name__}: {error}"[:300]) from None
 
 
 # The ledger says more of a request than Serve's access log, which costs a tenth of the requests per second.
 @serve.deployment(max_ongoing_requests=10_000, logging_config=LoggingConfig(enable_access_log=False))
 @serve.ingress()
 class Gateway:
-    def __init__(self, policy: Policy, limits: Limits, handles: dict[PoolName, DeploymentHandle]) -> None:
+    def __init__(self, policy: Policy, limits: Limits, plan: PoolPlan) -> None:
         gateway = GatewayId(serve.get_replica_context().replica_id.unique_id)
         clock, tally = SystemClock(), Tally()
-        callers = Callers(policy.tenants, os.environ)
+        callers = self._callers = open_callers(policy, os.environ)
         self._ledger = Ledger(policy.arbiter.state_path / "ledger", gateway)
         backends = Backends(policy.providers, pools_seen)
         self._providers = {ProviderName(spec.name): connect(spec) for spec in policy.providers}
-        flow = Flow(policy.serving, backends, RayPools(handles), self._providers, self._ledger, clock)
+        pools = RayPools(policy.serving.app)
+        flow = Flow(policy.serving, backends, pools, self._providers, self._ledger, clock)
         desk = Desk(limits, flow, self._ledger, tally, clock)
         self._jobs = open_jobs(policy, desk, callers, gateway)
         self._jobs.start()
@@ -84,7 +58,8 @@ class Gateway:
             clock,
         )
         self._watching = asyncio.get_running_loop().create_task(canaries.watch())
-        link = ArbiterLink(gateway, flow, backends, tally, limits, clock)
+        self._finding = asyncio.get_running_loop().create_task(pools.find())
+        link = ArbiterLink(gateway, flow, backends, tally, limits, clock, plan, pools.follow)
         self._talking = asyncio.get_running_loop().create_task(link.talk(ArbiterClient(timeout_s=2.0)))
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -96,6 +71,7 @@ class Gateway:
         self._talking.cancel()
         self._watching.cancel()
         await self._jobs.aclose()
+        await self._callers.aclose()
         for provider in self._providers.values():
             await provider.aclose()
         self._ledger.close()

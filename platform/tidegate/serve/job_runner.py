@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx
 
@@ -27,6 +27,9 @@ from tidegate.serve.repeats import KEY_CHARS_MAX
 from tidegate.serve.webhooks import delay_s, deliver, event, event_id, origin_of, signed
 from tidegate.spec.jobs import JobsSpec
 from tidegate.spec.policy import Policy
+
+if TYPE_CHECKING:
+    from tidegate.serve.redis_job_store import RedisJobStore
 
 T = TypeVar("T")
 
@@ -52,7 +55,7 @@ class JobBody(ImagesBody):
 
 
 class Jobs:
-    def __init__(self, spec: JobsSpec, store: JobStore, desk: Desk, callers: Callers) -> None:
+    def __init__(self, spec: JobsSpec, store: JobStore | RedisJobStore, desk: Desk, callers: Callers) -> None:
         self._spec, self._store, self._desk, self._callers = spec, store, desk, callers
         self._clock = desk.clock
         # SQLite blocks, and its connection wants one thread.
@@ -74,7 +77,11 @@ class Jobs:
         if self._looking is not None:
             await _ended(self._looking)  # before its tasks, so that it starts no more
         await _ended(*self._at_work.values(), *self._delivering)
-        await self._in_store(partial(self._store.recover, self._clock.now_s(), _error(_LOST), mine=True))
+        try:
+            await self._in_store(partial(self._store.recover, self._clock.now_s(), _error(_LOST), mine=True))
+        except Exception:
+            # A store that is away must not keep the rest from ending; their leases end by themselves.
+            _LOG.exception("jobs: those in hand could not be given back at once")
         await self._in_store(self._store.close)
         self._thread.shutdown()
         await self._client.aclose()
@@ -105,7 +112,7 @@ class Jobs:
         _check_webhook(body.webhook_url, caller)
         if key is not None and not 0 < len(key) <= KEY_CHARS_MAX:
             raise ApiError(400, f"'Idempotency-Key' must have 1 to {KEY_CHARS_MAX} characters", code="invalid_header")
-        caller.count(now_s)
+        await self._callers.count(caller, now_s)
         store = partial(self._store.submit, job, self._spec.waiting_max, key, hashlib.sha256(raw).digest())
         try:
             stored = await self._in_store(store)
@@ -271,9 +278,17 @@ class Jobs:
 def open_jobs(policy: Policy, desk: Desk, callers: Callers, gateway: GatewayId) -> Jobs:
     """This gateway's jobs. The owner's name is new for each process: one that comes back is another one."""
     spec = policy.jobs
-    path = spec.store_path or policy.arbiter.state_path / "jobs.sqlite"
     owner = f"{gateway}/{os.getpid()}/{uuid.uuid4().hex[:8]}"
-    return Jobs(spec, JobStore(path, owner, spec.lease_s), desk, callers)
+    return Jobs(spec, _store(policy, owner), desk, callers)
+
+
+def _store(policy: Policy, owner: str) -> JobStore | RedisJobStore:
+    redis, lease_s = policy.gateway_redis, policy.jobs.lease_s
+    if redis is None:
+        return JobStore(policy.jobs.store_path or policy.arbiter.state_path / "jobs.sqlite", owner, lease_s)
+    from tidegate.serve.redis_job_store import RedisJobStore, connect_redis  # an extra: only where it is configured
+
+    return RedisJobStore(connect_redis(redis, os.environ), redis.namespace, owner, lease_s)
 
 
 async def _ended(*tasks: asyncio.Task[None]) -> None:

@@ -1,7 +1,8 @@
 """What became of every request: SQLite files of each gateway, one row a request, one row an attempt.
 
 Every request id ends exactly once. Writes are kept in memory and flushed by a thread of their own, so the event loop
-never waits for a disk; a gateway that is killed loses at most the last `FLUSH_S` seconds of rows.
+never waits for a disk; a gateway that is killed loses at most the last `FLUSH_S` seconds of rows, and what it left open
+is closed by the next one that starts (`ledger_lost.py`).
 
 A file that has grown to `ROTATE_BYTES` is followed by the next, `GATEWAY.0001.sqlite`. All rows of one request stay in
 the file in which it was accepted, so old files can be moved away whole.
@@ -12,13 +13,13 @@ from __future__ import annotations
 import logging
 import sqlite3
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
 from tidegate.ids import GatewayId, RequestId
+from tidegate.serve.ledger_lost import Life, close_lost
 
 FLUSH_S = 0.5
 
@@ -50,6 +51,7 @@ CREATE TABLE IF NOT EXISTS attempts (
     reason TEXT,
     price_usd REAL NOT NULL,
     compute_s REAL NOT NULL,
+    hedge INTEGER NOT NULL DEFAULT 0,
     PRIMARY KEY (request_id, attempt)
 );
 """
@@ -65,6 +67,8 @@ class Outcome(StrEnum):
     """The client left."""
     FAILED = "failed"
     """Something was tried and nothing answered in time."""
+    LOST = "lost"
+    """Its gateway was killed."""
 
 
 class AttemptOutcome(StrEnum):
@@ -93,43 +97,12 @@ class Attempt:
     """What it cost, or may have cost where the answer was lost."""
     compute_s: float = 0.0
     """GPU-seconds here."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestRow:
-    gateway: str
-    request_id: str
-    accepted_at_s: float
-    ended_at_s: float | None
-    """None = still open, or its gateway was killed."""
-    outcome: str | None
-    backend: str | None
-    reason: str | None
-    images: int
-    attempts: int
+    hedge: bool = False
+    """A second place was asked, with the caller's leave, while the first was at it."""
 
 
 class EndedTwiceError(RuntimeError):
     """A request was ended that isn't open: a bug in the gateway."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Audited:
-    """A request with what its attempts add up to."""
-
-    gateway: str
-    request_id: str
-    accepted_at_s: float | None
-    """None = it has attempts, but was never accepted."""
-    outcome: str | None
-    reason: str | None
-    images: int
-    attempts: int
-    answered_attempts: int
-    paid_attempts: int
-    """At providers, and not refused: made, or perhaps made."""
-    paid_to: str
-    price_usd: float
 
 
 class Ledger:
@@ -147,6 +120,9 @@ class Ledger:
         """Flushes that failed; their rows were kept."""
         self._spent_usd: dict[str, float] = {}
         folder.mkdir(parents=True, exist_ok=True)
+        self._life = Life.begin(folder, gateway)
+        self.lost = close_lost(folder, self._life)
+        """Requests that gateways which are gone had left open."""
         self._number = 0
         while self._path(self._number + 1).exists():
             self._number += 1
@@ -175,7 +151,7 @@ class Ledger:
         self._spent_usd[attempt.backend] = self._spent_usd.get(attempt.backend, 0.0) + attempt.price_usd
         self._write(
             attempt.request,
-            "INSERT INTO attempts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT INTO attempts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
                 attempt.request,
                 attempt.attempt,
@@ -186,6 +162,7 @@ class Ledger:
                 attempt.reason,
                 attempt.price_usd,
                 attempt.compute_s,
+                attempt.hedge,
             ),
         )
 
@@ -219,8 +196,10 @@ class Ledger:
 
     def close(self) -> None:
         """Flush and stop. Idempotent."""
-        self._stop.set()
-        self._thread.join()
+        if not self._stop.is_set():
+            self._stop.set()
+            self._thread.join()
+            self._life.end()
 
     def _write(self, request: RequestId, statement: str, values: tuple[object, ...]) -> None:
         with self._lock:
@@ -233,6 +212,8 @@ class Ledger:
         db = sqlite3.connect(self._path(number), timeout=self._lock_timeout_s)
         db.execute("PRAGMA journal_mode=WAL")
         db.executescript(_SCHEMA)
+        if not has_hedge(db):  # written by an older version
+            db.execute("ALTER TABLE attempts ADD COLUMN hedge INTEGER NOT NULL DEFAULT 0")
         return db
 
     def _flush_until_closed(self) -> None:
@@ -274,113 +255,13 @@ class Ledger:
                 self._rows = rows + self._rows
 
 
+def has_hedge(db: sqlite3.Connection) -> bool:
+    return "hedge" in [column[1] for column in db.execute("PRAGMA table_info(attempts)")]
+
+
 @dataclass(frozen=True, slots=True)
 class _Row:
     number: int
     """Of the file that it goes to."""
     statement: str
     values: tuple[object, ...]
-
-
-def read_rows(folder: Path) -> Iterator[RequestRow]:
-    """Every request of every gateway's file in `folder`, file by file, by time of acceptance."""
-    for path in sorted(folder.glob("*.sqlite")):
-        with _reading(path) as db:
-            query = (
-                "SELECT request_id, accepted_at_s, ended_at_s, outcome, backend, reason, images,"
-                " (SELECT count(*) FROM attempts a WHERE a.request_id = r.request_id)"
-                " FROM requests r ORDER BY accepted_at_s, request_id"
-            )
-            for row in db.execute(query):
-                yield RequestRow(
-                    gateway=_gateway_of(path),
-                    request_id=row[0],
-                    accepted_at_s=row[1],
-                    ended_at_s=row[2],
-                    outcome=row[3],
-                    backend=row[4],
-                    reason=row[5],
-                    images=row[6],
-                    attempts=row[7],
-                )
-
-
-def read_totals(folder: Path, since_s: float = 0.0, until_s: float = 1e12) -> dict[str, float]:
-    """Sums over all gateways' files in `folder`, of requests accepted (and attempts started) between two times.
-
-    `sent` = `local` + `spilled` + `refused` + `cancelled` + `failed` + `open`; besides `images`, `attempts` (`canaries`
-    are among them: no client's request, but paid for), `price_usd` and `compute_s`.
-    """
-    names = ("sent", "local", "spilled", "refused", "cancelled", "failed", "open", "images")
-    query = (
-        "SELECT count(*),"
-        " coalesce(sum(outcome = 'answered' AND backend LIKE 'local/%'), 0),"
-        " coalesce(sum(outcome = 'answered' AND backend LIKE 'provider/%'), 0),"
-        " coalesce(sum(outcome = 'refused'), 0), coalesce(sum(outcome = 'cancelled'), 0),"
-        " coalesce(sum(outcome = 'failed'), 0), coalesce(sum(outcome IS NULL), 0), coalesce(sum(images), 0)"
-        " FROM requests WHERE accepted_at_s >= ? AND accepted_at_s < ?"
-    )
-    cost_names = ("attempts", "canaries", "price_usd", "compute_s")
-    costs = (
-        f"SELECT count(*), coalesce(sum(request_id LIKE '{CANARY}%'), 0),"
-        " coalesce(sum(price_usd), 0.0), coalesce(sum(compute_s), 0.0)"
-        " FROM attempts WHERE started_at_s >= ? AND started_at_s < ?"
-    )
-    between = (since_s, until_s)
-    totals: dict[str, float] = dict.fromkeys(names + cost_names, 0)
-    for path in sorted(folder.glob("*.sqlite")):
-        with _reading(path) as db:
-            sums = (*db.execute(query, between).fetchone(), *db.execute(costs, between).fetchone())
-        for name, value in zip(names + cost_names, sums, strict=True):
-            totals[name] += value
-    return totals
-
-
-_AUDIT = f"""
-WITH sums AS (
-    SELECT request_id, count(*) AS attempts, min(started_at_s) AS began_s, sum(price_usd) AS price_usd,
-        sum(outcome = 'answered') AS answered,
-        sum(backend LIKE 'provider/%' AND outcome NOT IN ('refused', 'busy')) AS paid,
-        group_concat(
-            CASE WHEN backend LIKE 'provider/%' AND outcome NOT IN ('refused', 'busy') THEN backend END
-        ) AS paid_to
-    FROM attempts WHERE request_id NOT LIKE '{CANARY}%' GROUP BY request_id
-)
-SELECT request_id, accepted_at_s, outcome, reason, images, coalesce(attempts, 0), coalesce(answered, 0),
-    coalesce(paid, 0), coalesce(paid_to, ''), coalesce(price_usd, 0.0)
-FROM requests LEFT JOIN sums USING (request_id) WHERE accepted_at_s >= :since_s
-UNION ALL
-SELECT request_id, NULL, NULL, NULL, 0, attempts, answered, paid, coalesce(paid_to, ''), price_usd
-FROM sums WHERE began_s >= :since_s AND request_id NOT IN (SELECT request_id FROM requests)
-"""
-
-
-def read_audited(folder: Path, since_s: float = 0.0) -> Iterator[Audited]:
-    """Every request of every file in `folder` that was accepted since then, and attempts without one. Canaries are no
-    client's requests."""
-    for path in sorted(folder.glob("*.sqlite")):
-        with _reading(path) as db:
-            for row in db.execute(_AUDIT, {"since_s": since_s}):
-                yield Audited(
-                    gateway=_gateway_of(path),
-                    request_id=row[0],
-                    accepted_at_s=row[1],
-                    outcome=row[2],
-                    reason=row[3],
-                    images=row[4],
-                    attempts=row[5],
-                    answered_attempts=row[6],
-                    paid_attempts=row[7],
-                    paid_to=row[8],
-                    price_usd=row[9],
-                )
-
-
-def _gateway_of(path: Path) -> str:
-    return path.name.partition(".")[0]
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[sqlite3.Connection]:
-    with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=5.0)) as db:
-        yield db

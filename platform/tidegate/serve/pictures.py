@@ -8,13 +8,16 @@ from __future__ import annotations
 import base64
 import io
 import json
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
 from tidegate.serve.admission import Reply
-from tidegate.serve.work import Made, Size
+from tidegate.serve.work import ImageJob, Made, Partial, Size
+
+if TYPE_CHECKING:
+    from tidegate.serve.flow import Answer
 
 
 def encoded(pngs: Sequence[bytes], reply: Reply) -> tuple[bytes, ...]:
@@ -48,20 +51,50 @@ def images_answer(made: Made, pictures: Sequence[bytes], size: Size, reply: Repl
     return body
 
 
-def images_events(made: Made, pictures: Sequence[bytes], size: Size, reply: Reply, created_s: float) -> bytes:
+def partial_event(part: Partial, job: ImageJob, reply: Reply, created_s: float) -> bytes:
+    """An unfinished picture as a server-sent event. `seed` says which of the request's pictures it is. Blocks like
+    `encoded`."""
+    (picture,) = encoded((part.png,), reply)
+    more = {"partial_image_index": part.index, "seed": job.seed + part.image}
+    return _event("image_generation.partial_image", picture, job.size, reply, created_s, more)
+
+
+def images_events(answer: Answer, pictures: Sequence[bytes], size: Size, reply: Reply, created_s: float) -> bytes:
     """The answer as server-sent events: one `image_generation.completed` a picture."""
-    events: list[bytes] = []
-    for index, picture in enumerate(pictures):
-        event: dict[str, Any] = {
-            "type": "image_generation.completed",
-            "b64_json": base64.b64encode(picture).decode("ascii"),
-            "created_at": int(created_s),
-            "size": str(size),
-            "output_format": reply.format,
-            "background": "opaque",
-            "quality": "auto",
-        }
-        if made.seed is not None:
-            event["seed"] = made.seed + index
-        events.append(b"event: image_generation.completed\ndata: " + json.dumps(event).encode() + b"\n\n")
-    return b"".join(events)
+    made = answer.made
+    # What an answer's headers say; a stream's headers may be out before it is known.
+    how = {
+        "backend": answer.backend,
+        "queued_s": round(answer.queued_s, 3),
+        "computed_s": round(answer.computed_s, 3),
+    }
+    return b"".join(
+        _event(
+            "image_generation.completed",
+            picture,
+            size,
+            reply,
+            created_s,
+            {"tidegate": how} | ({} if made.seed is None else {"seed": made.seed + index}),
+        )
+        for index, picture in enumerate(pictures)
+    )
+
+
+def error_event(body: Mapping[str, Any]) -> bytes:
+    """OpenAI's error object as the end of a stream whose status is out already."""
+    return b"event: error\ndata: " + json.dumps(body).encode() + b"\n\n"
+
+
+def _event(kind: str, picture: bytes, size: Size, reply: Reply, created_s: float, more: Mapping[str, Any]) -> bytes:
+    event: dict[str, Any] = {
+        "type": kind,
+        "b64_json": base64.b64encode(picture).decode("ascii"),
+        "created_at": int(created_s),
+        "size": str(size),
+        "output_format": reply.format,
+        "background": "opaque",
+        "quality": "auto",
+        **more,
+    }
+    return f"event: {kind}\ndata: {json.dumps(event)}\n\n".encode()

@@ -6,7 +6,8 @@ import asyncio
 import logging
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,8 @@ from tidegate.arbiter.client import ArbiterClient
 from tidegate.arbiter.messages import ReplicaReport, Weights
 from tidegate.errors import ModelRefusedError, NoArbiterError
 from tidegate.ids import PoolName
-from tidegate.serve.work import ImageJob, Made
+from tidegate.serve.options import EngineOptions
+from tidegate.serve.work import ImageJob, Made, Partial
 
 if TYPE_CHECKING:
     from tidegate.serve.engine import Engine
@@ -35,7 +37,9 @@ _LOG = logging.getLogger("ray.serve")
 class ImagesReplica:
     """Serves the newest published weights, or `folder` where none are published or they are refused."""
 
-    async def __init__(self, app: str, folder: str, threads: int, stuck_after_s: float) -> None:  # type: ignore[misc]
+    async def __init__(  # type: ignore[misc]
+        self, app: str, folder: str, options: EngineOptions, stuck_after_s: float
+    ) -> None:
         # Serve awaits a constructor that is a coroutine.
         self._app, self._stuck_after_s = app, stuck_after_s
         replica = serve.get_replica_context().replica_id
@@ -46,62 +50,80 @@ class ImagesReplica:
         self._tried = 0
         """The newest version that was loaded or refused."""
         self._refused: str | None = None
-        self._started_s: float | None = None
-        # Two threads: one makes pictures, the other loads new weights meanwhile.
-        self._maker = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        # The engine has a thread of its own; this one loads new weights meanwhile.
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="weights")
         published = await self._report()
         self._engine = await asyncio.get_running_loop().run_in_executor(
-            self._loader, self._first_engine, Path(folder), threads, published
+            self._loader, self._first_engine, Path(folder), options, published
         )
         self._reporting = asyncio.get_running_loop().create_task(self._report_for_ever())
+
+    def reconfigure(self, config: dict[str, str]) -> None:
+        """Names the plan that this was built by; Serve keeps it to show it."""
 
     async def make(self, job: ImageJob) -> Made:
         """Make a job's pictures; image i from `seed + i`. A cancelled call stops between two denoise steps."""
         gone = threading.Event()
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._maker, self._make, job, gone)
+            pngs, compute_s = await asyncio.wrap_future(self._submit(job, gone))
         except asyncio.CancelledError:
             gone.set()
             raise
+        return Made(pngs=pngs, seed=job.seed, compute_s=compute_s)
 
-    def _make(self, job: ImageJob, gone: threading.Event) -> Made:
-        self._started_s = time.monotonic()
+    async def make_shown(self, job: ImageJob) -> AsyncIterator[Partial | Made]:
+        """As `make`, with unfinished pictures before the answer, which comes last."""
+        gone, items = threading.Event(), asyncio.Queue[Partial | Future[tuple[tuple[bytes, ...], float]]]()
+        loop = asyncio.get_running_loop()
+
+        def put(item: Partial | Future[tuple[tuple[bytes, ...], float]]) -> None:
+            loop.call_soon_threadsafe(items.put_nowait, item)
+
         try:
-            seeds = [job.seed + index for index in range(job.images)]
-            pngs, compute_s = self._engine.generate(
-                [job.prompt] * job.images,
-                seeds,
-                steps=job.steps,
-                guidance=job.guidance,
-                negative=job.negative_prompt,
-                cancelled=gone.is_set,
-            )
-            return Made(pngs=pngs, seed=job.seed, compute_s=compute_s)
+            self._submit(job, gone, put).add_done_callback(put)
+            while isinstance(item := await items.get(), Partial):
+                yield item
+            pngs, compute_s = item.result()
+            yield Made(pngs=pngs, seed=job.seed, compute_s=compute_s)
         finally:
-            self._started_s = None
+            gone.set()  # whoever listened may have left
+
+    def _submit(
+        self, job: ImageJob, gone: threading.Event, show: Callable[[Partial], None] | None = None
+    ) -> Future[tuple[tuple[bytes, ...], float]]:
+        return self._engine.submit(
+            [job.prompt] * job.images,
+            [job.seed + index for index in range(job.images)],
+            size=job.size,
+            steps=job.steps,
+            guidance=job.guidance,
+            negative=job.negative_prompt,
+            cancelled=gone.is_set,
+            partials=job.partial_images,
+            show=show,
+        )
 
     async def check_health(self) -> None:
         """Serve replaces the replica when this raises."""
-        started_s = self._started_s
-        if started_s is not None and time.monotonic() - started_s > self._stuck_after_s:
-            raise RuntimeError(f"the engine has been at one request for more than {self._stuck_after_s:.0f} s")
+        since_s = self._engine.busy_since_s
+        if since_s is not None and time.monotonic() - since_s > self._stuck_after_s:
+            raise RuntimeError(f"the engine has been at one step for more than {self._stuck_after_s:.0f} s")
         if self._reporting.done():
             raise RuntimeError(f"the report loop ended: {self._reporting.exception()!r}")
 
-    def _first_engine(self, folder: Path, threads: int, published: Weights | None) -> Engine:
+    def _first_engine(self, folder: Path, options: EngineOptions, published: Weights | None) -> Engine:
         from tidegate.serve.engine import Engine  # here, so that building the app imports no torch
 
         if published is not None:
             self._tried = published.version
             try:
-                engine = Engine(Path(published.uri), threads)
+                engine = Engine(Path(published.uri), options)
             except ModelRefusedError as error:
                 self._refuse(published, error)
             else:
                 self._version = published.version
                 return engine
-        return Engine(folder, threads)
+        return Engine(folder, options)
 
     async def _report_for_ever(self) -> None:
         while True:

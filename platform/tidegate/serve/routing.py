@@ -102,6 +102,8 @@ class RouteRequest:
     needs: frozenset[str] = frozenset()
     """Fields that the client named: a provider without a word for one of them would silently make something else."""
     images: int = 1
+    hedge_after_s: float | None = None
+    """It may be made, and bought, twice: a second place may be asked once the first has had it so long. None = not."""
 
     @property
     def may_leave(self) -> bool:

@@ -22,15 +22,24 @@ class Tally:
         self._waiting = Gauge("tidegate_requests_waiting", "Requests accepted and not yet sent anywhere.")
 
     def count(self, outcome: Outcome, backend: str | None, took_s: float) -> None:
-        """`backend` is `local/<pool>`, `provider/<name>` or None; only its kind becomes a label, so series stay few."""
-        kind = "none" if backend is None else backend.partition("/")[0]
+        """`backend` is `local/<pool>`, `provider/<name>` or None."""
+        kind = kind_of(backend)
         self.local += outcome is Outcome.ANSWERED and kind == "local"
         self.spilled += outcome is Outcome.ANSWERED and kind == "provider"
         self.refused += outcome is Outcome.REFUSED
         self.failed += outcome is Outcome.FAILED
-        tags = {"backend_kind": kind, "outcome": outcome.value}
+        tags = labels_of(outcome, backend)
         self._requests.inc(1.0, tags)
         self._seconds.observe(max(took_s, 1e-6), tags)
 
     def waiting(self, waiting: int) -> None:
         self._waiting.set(waiting)
+
+
+def kind_of(backend: str | None) -> str:
+    return "none" if backend is None else backend.partition("/")[0]
+
+
+def labels_of(outcome: Outcome, backend: str | None) -> dict[str, str]:
+    """All that a request's series tells of it: nothing that a caller chooses, so that series stay few."""
+    return {"backend_kind": kind_of(backend), "outcome": outcome.value}

@@ -37,8 +37,25 @@ class ImageJob:
     guidance: float | None = None
     """Krea 2's scale: 0 = none, g is 1 + g in the usual one; None = the model's own."""
     negative_prompt: str = ""
+    hedge: bool = False
+    """It may be made, and bought, twice, where that is sooner."""
     priority: int = 0
     """Lower ones are placed first; among equals the one that came first."""
+    partial_images: int = 0
+    """Unfinished pictures that the client wants to see of each on the way, at most; only what is made here has any."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partial:
+    """A picture on the way."""
+
+    image: int
+    """Of the request's pictures, from 0."""
+    index: int
+    """Of this picture's unfinished ones, from 0."""
+    png: bytes
+    steps_done: int
+    steps: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,3 +82,11 @@ class PoolLostError(Exception):
 
 class EngineFailedError(Exception):
     """The replica lives, yet could not make this picture."""
+
+
+class UnfitError(Exception):
+    """What is asked for doesn't fit into the replica's memory; nothing was tried."""
+
+    def __init__(self, param: str, why: str) -> None:
+        super().__init__(param, why)
+        self.param, self.why = param, why

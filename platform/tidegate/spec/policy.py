@@ -16,6 +16,7 @@ from tidegate.spec.base import Celsius, Port, Seconds, SecondsOrZero
 from tidegate.spec.base import Model as Model  # other rooms' settings are made of it too
 from tidegate.spec.jobs import JobsSpec
 from tidegate.spec.providers import CanarySpec, ProviderSpec
+from tidegate.spec.redis import RedisSpec as RedisSpec
 from tidegate.spec.tenants import TenantSpec
 
 
@@ -32,6 +33,25 @@ class ArbiterSpec(Model):
         return Path(self.state_dir).expanduser()
 
 
+class SizingSpec(Model):
+    """Replicas by load instead of on every free GPU. It never takes what a claim holds, nor more than there is."""
+
+    replicas_min: Annotated[int, Field(ge=0)] = 0
+    """At least so many stay, however idle."""
+    utilisation: Annotated[float, Field(gt=0, le=1)] = 0.7
+    """How busy each replica is meant to be; the rest is for what comes next."""
+    down_after_s: Seconds = 60.0
+    """The load must have asked for fewer for so long."""
+    to_zero_after_s: Seconds = 600.0
+    """The last replica goes when nothing was asked for so long: who comes next waits for a cold start."""
+
+    @model_validator(mode="after")
+    def _zero_comes_last(self) -> SizingSpec:
+        if self.to_zero_after_s < self.down_after_s:
+            raise ValueError("to_zero_after_s must not be shorter than down_after_s")
+        return self
+
+
 class ServingSpec(Model):
     app: str = "images"
     """The Serve application whose pools the arbiter sets."""
@@ -41,10 +61,15 @@ class ServingSpec(Model):
     """Replicas that no claim takes."""
     patience_s: Seconds = 10.0
     """How long a request may wait for a local replica before it is spilled."""
+    hedge_after_s: Seconds | None = None
+    """A request that may be made twice (`tenants[].hedge`) is asked for at a second place, too, when the first has had
+    it for so long. None: none ever is."""
     request_deadline_s: Seconds = 60.0
     """From accepting a request to its answer; shared by all attempts."""
     drain_deadline_s: Seconds = 10.0
     """How long in-flight requests may take to finish when their replica must leave."""
+    sizing: SizingSpec | None = None
+    """None: every GPU that is free serves, so no request waits for a cold start."""
     return_step_replicas: Annotated[int, Field(ge=1)] = 2
     """Replicas that come home at once when training ends."""
     return_dwell_s: SecondsOrZero = 2.0
@@ -89,7 +114,8 @@ class PurseSpec(Model):
 
 
 class SourcesSpec(Model):
-    """Where a node's agent looks. The paths are arguments so that a container's mounts and a test's copies will do."""
+    """Where a node's agent looks. The paths are arguments so that a container's mounts and a test's copies will do;
+    `~` and `$NAMES` in them are the node's own."""
 
     ib_root: str = "/sys/class/infiniband"
     kmsg: str | None = "/dev/kmsg"
@@ -156,6 +182,13 @@ class RepeatOffenderSpec(Model):
     within_s: Seconds = 7 * 86_400.0
 
 
+class BurnInSpec(Model):
+    before_return: bool = True
+    """What was taken out and whose verdict has ended is multiplied, copied and summed on before it trains again."""
+    deadline_s: Seconds = 120.0
+    """Of each part of it; then it has failed."""
+
+
 class HealthSpec(Model):
     period_s: Seconds = 1.0
     nvml_library: str | None = None
@@ -178,6 +211,7 @@ class HealthSpec(Model):
     rules: Mapping[str, RuleOverride] = Field(default_factory=dict)
     """Changes to single rules by name; docs/health-rules.md lists them all."""
     repeat_offender: RepeatOffenderSpec = RepeatOffenderSpec()
+    burn_in: BurnInSpec = BurnInSpec()
     fleet_brake: FleetBrakeSpec = FleetBrakeSpec()
 
     @property
@@ -236,17 +270,6 @@ class GangSpec(Model):
 
 RAY_WORKER_PORTS = range(10_002, 20_000)
 """Ray's workers listen here; `ray start` refuses a port of its own among them."""
-
-
-class RedisSpec(Model):
-    """Where the head keeps what must outlive it. Without it a lost head is a lost cluster."""
-
-    address: Annotated[str, Field(pattern=r"^[^\s:/]+:\d{1,5}$")]
-    """`host:port` of a Redis that does not stand or fall with the head's machine."""
-    namespace: Annotated[str, Field(min_length=1)] = "tidegate"
-    """Keeps clusters apart that share one Redis. A new cluster under an old name finds the old one's actors."""
-    password_env: str | None = None
-    """Name of the environment variable that holds the password; it never stands in this file."""
 
 
 class ClusterSpec(Model):
@@ -316,8 +339,17 @@ class Policy(Model):
     cluster: ClusterSpec = ClusterSpec()
     providers: tuple[ProviderSpec, ...] = ()
     jobs: JobsSpec = JobsSpec()
+    gateway_redis: RedisSpec | None = None
+    """Where gateways keep jobs and tenants' counts, so that those of many machines share them; none = jobs in a file of
+    one machine, and each gateway counts for itself. Needs `pip install 'tidegate[redis]'`."""
     tenants: tuple[TenantSpec, ...] = ()
     """Who may ask for pictures; none = everybody, without a key."""
+
+    @model_validator(mode="after")
+    def _jobs_lie_in_one_place(self) -> Policy:
+        if self.gateway_redis is not None and self.jobs.store_file is not None:
+            raise ValueError("jobs.store_file and gateway_redis both say where jobs lie; leave out either")
+        return self
 
     @model_validator(mode="after")
     def _names_differ(self) -> Policy:

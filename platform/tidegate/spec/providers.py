@@ -25,6 +25,9 @@ class ProviderSpec(Model):
     fields: dict[AskedField, str] = Field(default_factory=dict)
     """Our word for a field -> theirs, where their model differs from its kind's usual names (`docs/providers.md`). An
     empty name = it has no such field: requests that ask for it go elsewhere."""
+    guidance: Literal["ours", "cfg"] = "ours"
+    """The scale of its field for guidance, where `fields` names one. `cfg`: classifier-free guidance as diffusers,
+    SGLang, fal and Replicate count it, 1 = none; a request's own *g* is sent as 1 + *g*. `ours`: another tidegate's."""
     images_max: Annotated[int, Field(ge=1)] = 10
     """Pictures that it makes in one request."""
     sizes: tuple[SizeText, ...] | None = None

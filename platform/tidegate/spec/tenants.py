@@ -11,8 +11,11 @@ from tidegate.spec.base import Model
 Count = Annotated[int, Field(ge=1)]
 
 
+HedgeWord = Literal["never", "asked", "always"]
+
+
 class TenantSpec(Model):
-    """One caller. All limits are each gateway's own."""
+    """One caller. All limits are each gateway's own, or with `gateway_redis` those of all gateways together."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
     """In lower case; stands in the job store, never in a metric."""
@@ -28,6 +31,10 @@ class TenantSpec(Model):
     """Requests that it may have open at a time; jobs have their own limit."""
     priority: Literal["interactive", "batch"] = "interactive"
     """Whose requests are placed first when several wait."""
+    hedge: HedgeWord = "never"
+    """May its requests be made, and bought, at two places where the first is slow (`serving.hedge_after_s`)? `asked`:
+    those that say `hedge: true`; `always`: those that don't say `false`. The first answer counts, the other try is
+    cancelled."""
     local_only: bool = False
     """Its requests never leave for a provider, whatever they say themselves."""
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from tidegate.arbiter.book import Book
 from tidegate.arbiter.claim import group_name
 from tidegate.arbiter.loop import FleetSeen
-from tidegate.arbiter.moves import CreateGroup, Evict, Move, RemoveGroup, SetTarget, StopReplicas
+from tidegate.arbiter.moves import CreateGroup, Evict, LayPools, Move, RemoveGroup, SetTarget, StopReplicas
 from tidegate.arbiter.view import GroupState, NodeSeen, PoolSeen
 from tidegate.ids import ClaimId, NodeId, PoolName, pool_name
 
@@ -30,6 +30,7 @@ class _Pool:
     stopping: int = 0
     held_up: int = 0
     """Of those that run: told to stop, and don't."""
+    plan: str = ""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,6 +41,8 @@ class FakeFleet:
     """Node -> its GPUs."""
     serves: bool = True
     """Whether an application with a pool for each node is deployed."""
+    lays: bool = False
+    """Pools come and go by `LayPools` only; else each node has one while it is there."""
     stuck: set[NodeId] = field(default_factory=set)
     """Nodes whose replicas do not stop by themselves."""
     frozen: set[NodeId] = field(default_factory=set)
@@ -54,12 +57,13 @@ class FakeFleet:
     groups: dict[str, tuple[NodeId, ...]] = field(init=False, default_factory=dict)
     """Placement group -> its nodes."""
     ready: set[str] = field(init=False, default_factory=set)
+    strays: set[PoolName] = field(init=False, default_factory=set)
     evicted: list[Evict] = field(init=False, default_factory=list)
     applied: list[Move] = field(init=False, default_factory=list)
     gangs_gone: dict[ClaimId, str] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.pools = {node: _Pool(node) for node in self.slots} if self.serves else {}
+        self.pools = {node: _Pool(node) for node in self.slots} if self.serves and not self.lays else {}
 
     def look(self, book: Book) -> FleetSeen:
         self._pass_time()
@@ -82,6 +86,7 @@ class FakeFleet:
                 running=pool.running - pool.held_up,
                 starting=pool.starting + pool.waiting,
                 stopping=pool.stopping + pool.held_up,
+                plan=pool.plan,
             )
             for node, pool in self.pools.items()
         }
@@ -89,6 +94,8 @@ class FakeFleet:
         return FleetSeen(
             nodes=nodes,
             pools=pools,
+            strays=frozenset(self.strays),
+            serves=self.serves,
             groups={
                 newest[name]: GroupState.READY if name in self.ready else GroupState.PENDING
                 for name in self.groups
@@ -108,6 +115,13 @@ class FakeFleet:
             case SetTarget():
                 pool = next(pool for pool in self.pools.values() if pool_name(pool.node) == move.pool)
                 pool.target = move.replicas
+            case LayPools():
+                for node in set(self.pools).difference(move.targets):
+                    del self.pools[node]
+                self.strays.clear()
+                for node, target in move.targets.items():
+                    pool = self.pools.setdefault(node, _Pool(node))
+                    pool.target, pool.plan = target, move.plan.version if move.plan else ""
             case StopReplicas():
                 for pool in self.pools.values():
                     if pool_name(pool.node) in move.pools and pool.node not in self.frozen:
@@ -126,13 +140,14 @@ class FakeFleet:
     def lose(self, node: NodeId) -> None:
         """The node dies, with all that stood on it."""
         del self.slots[node]
-        self.pools.pop(node, None)
+        if self.pools.pop(node, None) is not None and self.lays:
+            self.strays.add(pool_name(node))
         self.drains.pop(node, None)
         self.ready -= {name for name, nodes in self.groups.items() if node in nodes}
 
     def join(self, node: NodeId, slots: int) -> None:
         self.slots[node] = slots
-        if self.serves:
+        if self.serves and not self.lays:
             self.pools[node] = _Pool(node)
 
     def holders(self, node: NodeId) -> int:

@@ -8,6 +8,7 @@ Its replicas draw the coloured boxes of the stand-in provider: the same prompt a
 from __future__ import annotations
 
 import asyncio
+import io
 import logging
 import os
 from collections.abc import AsyncIterator
@@ -18,21 +19,22 @@ from typing import Annotated
 import typer
 import uvicorn
 from fastapi import FastAPI
+from PIL import Image
 
 from tidegate.clock import SystemClock
 from tidegate.ids import GatewayId, PoolName, ProviderName
 from tidegate.serve.admission import Limits, parse_size
 from tidegate.serve.backends import Backends
-from tidegate.serve.callers import Callers
+from tidegate.serve.callers import open_callers
 from tidegate.serve.desk import Desk
 from tidegate.serve.door import Door
-from tidegate.serve.flow import Flow
+from tidegate.serve.flow import Flow, Showing
 from tidegate.serve.job_runner import open_jobs
 from tidegate.serve.ledger import Ledger, Outcome
 from tidegate.serve.providers import connect
 from tidegate.serve.router_registry import PoolSeen
 from tidegate.serve.routes import build_api
-from tidegate.serve.work import ImageJob, Made, PoolBusyError
+from tidegate.serve.work import ImageJob, Made, Partial, PoolBusyError, PoolLostError
 from tidegate.spec.load import load_policy
 from tidegate.spec.policy import Policy
 from tidegate.testing.standin_studio import draw
@@ -51,6 +53,19 @@ class LightPools:
     def seen(self) -> dict[PoolName, PoolSeen]:
         return {POOL: PoolSeen(self.replicas, self.ongoing, slots_each=2)}
 
+    async def make_shown(self, pool: PoolName, job: ImageJob, timeout_s: float, show: Showing) -> Made:
+        """Unfinished pictures are smaller ones. After the first of them a `torn` prompt loses its replica, and an
+        `endless` one never ends."""
+        made = await self.make(pool, job, timeout_s)
+        for image, png in enumerate(made.pngs):
+            for index in range(job.partial_images):
+                await show(Partial(image=image, index=index, png=_smaller(png), steps_done=index + 1, steps=4))
+                if job.prompt == "torn":
+                    raise PoolLostError("torn")
+                if job.prompt == "endless":
+                    await asyncio.Event().wait()
+        return made
+
     async def make(self, pool: PoolName, job: ImageJob, timeout_s: float) -> Made:
         if self.ongoing >= 2 * self.replicas:
             raise PoolBusyError(pool)
@@ -65,6 +80,13 @@ class LightPools:
             self.ongoing -= 1
 
 
+def _smaller(png: bytes) -> bytes:
+    out = io.BytesIO()
+    with Image.open(io.BytesIO(png)) as image:
+        image.reduce(2).save(out, "PNG")
+    return out.getvalue()
+
+
 class NoCounts:
     """Ray's metrics need Ray; the ledger says the same."""
 
@@ -75,7 +97,7 @@ class NoCounts:
 def build_app(policy: Policy, limits: Limits, pools: LightPools, name: str) -> FastAPI:
     """The gateway's routes; what they hold is closed when the app's lifespan ends."""
     clock = SystemClock()
-    callers = Callers(policy.tenants, os.environ)
+    callers = open_callers(policy, os.environ)
     ledger = Ledger(policy.arbiter.state_path / "ledger", GatewayId(name))
     backends = Backends(policy.providers, pools.seen)
     providers = {ProviderName(spec.name): connect(spec) for spec in policy.providers}
@@ -89,6 +111,7 @@ def build_app(policy: Policy, limits: Limits, pools: LightPools, name: str) -> F
         jobs.start()
         yield
         await jobs.aclose()
+        await callers.aclose()
         for provider in providers.values():
             await provider.aclose()
         ledger.close()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tidegate.arbiter.messages import HealthReport
+from tidegate.arbiter.messages import HealthReport, Seat
 from tidegate.errors import NoArbiterError
-from tidegate.ids import ClaimId, GpuId
+from tidegate.ids import GpuId
 
 
 class MemoryArbiter:
@@ -15,12 +15,12 @@ class MemoryArbiter:
         self.asked = 0
         """Reports that were sent to it, away or not."""
         self.away = False
-        self.gangs: dict[GpuId, ClaimId] = {}
+        self.seats: dict[GpuId, Seat] = {}
         """What it answers."""
 
-    async def report_health(self, report: HealthReport) -> dict[GpuId, ClaimId]:
+    async def report_health(self, report: HealthReport) -> dict[GpuId, Seat]:
         self.asked += 1
         if self.away:
             raise NoArbiterError("away")
         self.health.append(report)
-        return self.gangs
+        return self.seats

@@ -22,6 +22,7 @@ from tidegate.data.loader import Batch, Loader
 from tidegate.errors import CheckpointError, DataError, DivergedError
 from tidegate.train import level
 from tidegate.train.ahead import one_ahead
+from tidegate.train.computing import Computing
 from tidegate.train.config import RunConfig
 from tidegate.train.config_file import write_config
 from tidegate.train.drills import Drills
@@ -118,6 +119,8 @@ class Run:
         self.warm_at, self.pace_is_new = 0, True
         """The step from which on steps take what they take; whether none has been made yet."""
         self.learner = Learner(config, self.stages[0], world)
+        self.timed: torch.nn.Module | None = None
+        """The network whose blocks are timed: a stage may bring another."""
         self._enter(self.stages[0])
 
     def _enter(self, stage: Stage) -> None:
@@ -126,6 +129,8 @@ class Run:
         self.stage, self.data = stage, self.datasets[stage.number]
         self.lesson = Lesson(self.config, stage, self.data, self.world.device)
         self.meter = Meter(self.config, stage, self.world)
+        if self.learner.network is not self.timed:
+            self.timed, self.computing = self.learner.network, Computing(self.learner.network, self.world.device)
 
     def go(self) -> None:
         self.progress.phase(Phase.RESTORING)
@@ -276,6 +281,9 @@ class Run:
         )
         self.progress.stepped(self.step, verdict.loss)
         self.progress.speed(pace.images_per_s, pace.mfu)
+        compute_s = self.computing.stepped()
+        if compute_s is not None:
+            self.progress.computed(compute_s)
         if verdict.finite:
             self._compare_with_before()
             self.level, shift = level.watch(self.level, self.config.guard, self.step, verdict.loss)

@@ -1,24 +1,15 @@
-"""A whole diffusers pipeline around a trained network: text encoder, tokenizer, autoencoder, scheduler.
-
-diffusers and transformers are imported when a pipeline is loaded, not with this module: they take seconds.
-"""
+"""A whole diffusers pipeline around a trained network: text encoder, tokenizer, autoencoder, scheduler."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-import torch
-from torch import nn
 
 from tidegate.errors import ConfigError
 from tidegate.train.config import ModelSpec
 from tidegate.train.recipe import Recipe
-from tidegate.train.sample import Cancelled
 
 INDEX = "model_index.json"
 _PARTS = ("scheduler", "text_encoder", "tokenizer", "vae")
@@ -77,61 +68,6 @@ def _schedule(recipe: Recipe) -> dict[str, Any]:
         rule = {"base_shift": 0.5, "max_shift": 1.15, "base_image_seq_len": 256, "max_image_seq_len": 6400}
         return {"use_dynamic_shifting": True, "time_shift_type": "exponential", "shift": 1.0, **rule}
     return {"use_dynamic_shifting": False, "shift": recipe.shift}
-
-
-class Painter:
-    """Makes images with a whole pipeline; as `tidegate.train.sample.sample` for one that needs no other parts."""
-
-    def __init__(self, folder: Path, network: nn.Module, recipe: Recipe, device: torch.device) -> None:
-        from diffusers import Krea2Pipeline
-
-        # 16 bits where the device is made for them; the network's norms stay float32 by its own rule.
-        kind = torch.bfloat16 if device.type == "cuda" else torch.float32
-        pipeline = Krea2Pipeline.from_pretrained(folder, transformer=network.to(kind), dtype=kind)
-        self._pipeline: Any = pipeline.to(device)
-        self._pipeline.set_progress_bar_config(disable=True)
-        self._recipe = recipe
-
-    def __call__(
-        self,
-        prompts: Sequence[str],
-        seeds: Sequence[int],
-        *,
-        steps: int | None = None,
-        guidance: float | None = None,
-        negative: str = "",
-        cancelled: Callable[[], bool] | None = None,
-    ) -> np.ndarray:
-        """Images (B, H, W, C) uint8, each from its own generator. `cancelled()` is asked before each step.
-
-        Raises:
-            Cancelled: when it said so.
-        """
-        wanted = self._recipe.steps if steps is None else steps
-
-        def ask(done: int) -> None:
-            if cancelled is not None and done < wanted and cancelled():
-                raise Cancelled(done, wanted)
-
-        def after(_pipeline: object, step: int, _time: object, values: dict[str, Any]) -> dict[str, Any]:
-            ask(step + 1)
-            return values
-
-        ask(0)
-        made = self._pipeline(
-            prompt=list(prompts),
-            width=self._recipe.image.width,
-            height=self._recipe.image.height,
-            num_inference_steps=wanted,
-            negative_prompt=[negative] * len(prompts),
-            guidance_scale=self._recipe.guidance if guidance is None else guidance,
-            # Drawn on the CPU, so that a seed means the same image on every device.
-            generator=[torch.Generator().manual_seed(seed) for seed in seeds],
-            max_sequence_length=self._recipe.text.length,
-            callback_on_step_end=after,
-            output_type="np",
-        )
-        return (np.asarray(made.images) * 255).round().astype(np.uint8)
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -22,8 +22,8 @@ class Phase(StrEnum):
 
 
 class Progress(Protocol):
-    """Called from the rank's main thread, `stepped`, `speed` and `stop_requested` in every step: they must cost
-    microseconds."""
+    """Called from the rank's main thread, `stepped`, `speed`, `computed` and `stop_requested` in every step: they
+    must cost microseconds."""
 
     def phase(self, phase: Phase) -> None: ...
 
@@ -33,6 +33,10 @@ class Progress(Protocol):
 
     def speed(self, images_per_s: float, mfu: float | None) -> None:
         """Of the newest step: of the whole run, and what share of its devices' peak it used, where that is known."""
+        ...
+
+    def computed(self, seconds: float) -> None:
+        """What this rank computed in a step before its collectives, the median of the newest steps."""
         ...
 
     def committed(self, step: int) -> None:
@@ -52,6 +56,8 @@ class NullProgress:
     def stepped(self, step: int, loss: float) -> None: ...
 
     def speed(self, images_per_s: float, mfu: float | None) -> None: ...
+
+    def computed(self, seconds: float) -> None: ...
 
     def committed(self, step: int) -> None: ...
 

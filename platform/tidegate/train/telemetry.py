@@ -41,6 +41,7 @@ class Timed:
         self._phase, self._since_s = Phase.STARTING, time.perf_counter()
         self._seconds = dict.fromkeys(Phase, 0.0)
         self.stepped, self.speed = progress.stepped, progress.speed
+        self.computed = progress.computed
         self.committed, self.stop_requested = progress.committed, progress.stop_requested
 
     def phase(self, phase: Phase) -> None:

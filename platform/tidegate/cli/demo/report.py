@@ -12,7 +12,7 @@ from tidegate.arbiter.journal import JOURNAL
 from tidegate.errors import TidegateError
 from tidegate.gang.coordinator import JOURNAL as GANG_JOURNAL
 from tidegate.json_lines import read_lines
-from tidegate.serve.ledger import read_totals
+from tidegate.serve.ledger_reading import read_totals
 from tidegate.telemetry.goodput import SPANS, fractions, gpu_seconds, read_spans, refine, stalled_s
 
 AVERAGED_STEPS = 20

@@ -14,48 +14,59 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tidegate.clock import Clock, SystemClock
-from tidegate.health.readings import MIDDLE_S, Reading, Round, Signal, Status
+from tidegate.health.readings import MIDDLE_S, SLOW_S, Reading, Round, Signal, Status
+from tidegate.health.sources.open_files import OpenFiles
 from tidegate.health.sources.saying import Every, Voice, cause_of
 from tidegate.ids import NodeId
 
 logger = logging.getLogger(__name__)
 
 ROOT = Path("/sys/class/infiniband")
+_File = tuple[str, str]
+"""A counter's folder in its port's, and its name."""
 _WORD_BYTES = 4
 """port_rcv_data and port_xmit_data count words of four bytes (C134)."""
-_TRAFFIC: Mapping[str, Signal] = {
-    "counters/port_rcv_data": Signal.IB_RECEIVED,
-    "counters/port_xmit_data": Signal.IB_SENT,
+_TRAFFIC: Mapping[_File, Signal] = {
+    ("counters", "port_rcv_data"): Signal.IB_RECEIVED,
+    ("counters", "port_xmit_data"): Signal.IB_SENT,
 }
-_BOTH_LAYERS: Mapping[str, Signal] = {
-    "counters/link_downed": Signal.IB_LINK_DOWNED,
-    "counters/port_rcv_errors": Signal.IB_RECEIVE_ERRORS,
-    "counters/port_xmit_discards": Signal.IB_SEND_DISCARDS,
-    "hw_counters/out_of_sequence": Signal.IB_OUT_OF_SEQUENCE,
-    "hw_counters/packet_seq_err": Signal.IB_PACKET_SEQUENCE_ERRORS,
-    "hw_counters/local_ack_timeout_err": Signal.IB_ACK_TIMEOUTS,
-    "hw_counters/rnr_nak_retry_err": Signal.IB_RNR_RETRIES_EXCEEDED,
-    "hw_counters/roce_slow_restart": Signal.IB_SLOW_RESTARTS,
-    "hw_counters/np_cnp_sent": Signal.IB_CNP_SENT,
-    "hw_counters/rp_cnp_handled": Signal.IB_CNP_HANDLED,
-    "hw_counters/out_of_buffer": Signal.IB_OUT_OF_BUFFER,
+_BOTH_LAYERS: Mapping[_File, Signal] = {
+    ("counters", "link_downed"): Signal.IB_LINK_DOWNED,
+    ("counters", "port_rcv_errors"): Signal.IB_RECEIVE_ERRORS,
+    ("counters", "port_xmit_discards"): Signal.IB_SEND_DISCARDS,
+    ("hw_counters", "out_of_sequence"): Signal.IB_OUT_OF_SEQUENCE,
+    ("hw_counters", "packet_seq_err"): Signal.IB_PACKET_SEQUENCE_ERRORS,
+    ("hw_counters", "local_ack_timeout_err"): Signal.IB_ACK_TIMEOUTS,
+    ("hw_counters", "rnr_nak_retry_err"): Signal.IB_RNR_RETRIES_EXCEEDED,
+    ("hw_counters", "roce_slow_restart"): Signal.IB_SLOW_RESTARTS,
 }
-_INFINIBAND_ONLY: Mapping[str, Signal] = {
-    "counters/symbol_error": Signal.IB_SYMBOL_ERRORS,
-    "counters/link_error_recovery": Signal.IB_LINK_RECOVERIES,
-    "counters/port_rcv_remote_physical_errors": Signal.IB_REMOTE_PHYSICAL_ERRORS,
-    "counters/port_rcv_switch_relay_errors": Signal.IB_SWITCH_RELAY_ERRORS,
-    "counters/port_xmit_constraint_errors": Signal.IB_SEND_CONSTRAINT_ERRORS,
-    "counters/port_rcv_constraint_errors": Signal.IB_RECEIVE_CONSTRAINT_ERRORS,
-    "counters/local_link_integrity_errors": Signal.IB_LINK_INTEGRITY,
-    "counters/excessive_buffer_overrun_errors": Signal.IB_BUFFER_OVERRUNS,
-    "counters/VL15_dropped": Signal.IB_VL15_DROPPED,
-    "counters/port_xmit_wait": Signal.IB_SEND_WAIT,
+_INFINIBAND_ONLY: Mapping[_File, Signal] = {
+    ("counters", "symbol_error"): Signal.IB_SYMBOL_ERRORS,
+    ("counters", "link_error_recovery"): Signal.IB_LINK_RECOVERIES,
+    ("counters", "local_link_integrity_errors"): Signal.IB_LINK_INTEGRITY,
+    ("counters", "excessive_buffer_overrun_errors"): Signal.IB_BUFFER_OVERRUNS,
 }
 """The registers of an InfiniBand link; a RoCE port shows the files too, and they mean little there (C136)."""
+_SELDOM: Mapping[_File, Signal] = {
+    ("hw_counters", "np_cnp_sent"): Signal.IB_CNP_SENT,
+    ("hw_counters", "rp_cnp_handled"): Signal.IB_CNP_HANDLED,
+    ("hw_counters", "out_of_buffer"): Signal.IB_OUT_OF_BUFFER,
+}
+_SELDOM_INFINIBAND: Mapping[_File, Signal] = {
+    ("counters", "port_rcv_remote_physical_errors"): Signal.IB_REMOTE_PHYSICAL_ERRORS,
+    ("counters", "port_rcv_switch_relay_errors"): Signal.IB_SWITCH_RELAY_ERRORS,
+    ("counters", "port_xmit_constraint_errors"): Signal.IB_SEND_CONSTRAINT_ERRORS,
+    ("counters", "port_rcv_constraint_errors"): Signal.IB_RECEIVE_CONSTRAINT_ERRORS,
+    ("counters", "VL15_dropped"): Signal.IB_VL15_DROPPED,
+    ("counters", "port_xmit_wait"): Signal.IB_SEND_WAIT,
+}
+"""Once a minute: what no rule counts."""
+_EVERY_LOOK_OF_COUNTERS = ({**_BOTH_LAYERS, **_INFINIBAND_ONLY}, _BOTH_LAYERS)
+_ALL_COUNTERS = ({**_EVERY_LOOK_OF_COUNTERS[0], **_SELDOM, **_SELDOM_INFINIBAND}, {**_BOTH_LAYERS, **_SELDOM})
+"""Of an InfiniBand port, and of an Ethernet one."""
 
 _RATE = re.compile(r"\s*(\d+(?:\.\d+)?) Gb/sec")
-_LINK_UP = 5.0
+_ACTIVE, _LINK_UP = 4.0, 5.0
 _NOT_THERE = "PORT_GONE"
 _BURST = 1.1
 """A port's counters can't grow faster than its link, but the two looks at them are not at the same moment as ours."""
@@ -68,13 +79,14 @@ class _Port:
     name: str
     folder: str
     ethernet: bool
-    carrier_changes: str | None
-    """Path of the network interface's file; none where the port has no interface."""
-    refused: dict[str, tuple[Status, str]] = field(default_factory=dict)
-    """Files that can't be read, with what they said: not read again, since each try may write to the kernel log."""
+    interface: str | None
+    """Folder of the network interface that is this port; none where it has none."""
+    refused: dict[Signal, tuple[Status, str]] = field(default_factory=dict)
+    """Signals whose files can't be read, with what they said: not read again, each try may write to the kernel log."""
     bytes_at: dict[Signal, tuple[float, float]] = field(default_factory=dict)
     """The last (time, bytes) of each direction."""
     rate_bits: float | None = None
+    was_gone: bool = False
 
 
 class InfinibandSource:
@@ -88,13 +100,15 @@ class InfinibandSource:
         clock: Clock | None = None,
         counters_every_s: float = MIDDLE_S,
     ) -> None:
-        """`counters_every_s`: counters are asked of the card's firmware; more often costs and shows nothing."""
+        """`counters_every_s`: counters are asked of the card's firmware; more often costs and shows nothing. So often
+        is the rate looked at too."""
         self._root = root
         self._clock = clock if clock is not None else SystemClock()
         self._voice = Voice(node, self._clock)
-        self._counters = Every(counters_every_s)
+        self._counters, self._seldom = Every(counters_every_s), Every(SLOW_S)
         self._ports: dict[str, _Port] = {}
         self._devices: dict[str, tuple[str, ...]] = {}
+        self._files = OpenFiles()
 
     def read(self) -> Round:
         """One look: states each time, counters every `counters_every_s`."""
@@ -108,7 +122,9 @@ class InfinibandSource:
             return Round(readings=(answers,), error=f"InfiniBand: {self._root}: {cause}")
         if not here and not self._ports:
             return Round(readings=())
-        counters = self._counters.due(self._clock.now_s())
+        now_s = self._clock.now_s()
+        counters = self._counters.due(now_s)
+        seldom = counters and self._seldom.due(now_s)
         readings = [self._voice.value(self._voice.node, Signal.IB_ANSWERS, 1.0)]
         for name, folder in here.items():
             if name not in self._ports:
@@ -116,11 +132,11 @@ class InfinibandSource:
         for name, port in self._ports.items():
             if name not in here:
                 readings.append(self._voice.missing(name, Signal.IB_PORT_PRESENT, Status.LOST, _NOT_THERE))
-                port.bytes_at.clear()
+                self._part_from(port)
                 continue
-            readings += self._states(port)
+            readings += self._state(port, all_of_it=counters)
             if counters:
-                readings += self._counts(port)
+                readings += self._counts(port, seldom=seldom)
         return Round(readings=tuple(readings))
 
     def _list(self) -> Iterator[tuple[str, str]]:
@@ -139,27 +155,38 @@ class InfinibandSource:
             ethernet = _text(f"{folder}/link_layer") == "Ethernet"
         except OSError:
             ethernet = False  # a device of another kind (C128)
-        return _Port(name=name, folder=folder, ethernet=ethernet, carrier_changes=_carrier_file(folder))
+        return _Port(name=name, folder=folder, ethernet=ethernet, interface=_interface(folder))
 
-    def _states(self, port: _Port) -> list[Reading]:
+    def _part_from(self, port: _Port) -> None:
+        """What it said is no more; it may come back as another card, with other files."""
+        port.was_gone = True
+        port.bytes_at.clear()
+        port.refused.clear()
+        port.rate_bits = None
+        for folder in _folders(port):
+            self._files.close(folder)
+
+    def _state(self, port: _Port, *, all_of_it: bool) -> list[Reading]:
+        """Whether it is up; of one that isn't, and else now and then, all that there is to say."""
         voice, name = self._voice, port.name
+        self._files.follow(port.folder)
         state = self._number(port, "state", Signal.IB_PORT_STATE)
-        phys = self._number(port, "phys_state", Signal.IB_PORT_PHYS_STATE)
-        readings = [
-            voice.value(name, Signal.IB_PORT_PRESENT, 1.0),
-            voice.value(name, Signal.IB_PORT_ETHERNET, 1.0 if port.ethernet else 0.0),
-            state,
-            phys,
-        ]
-        readings.append(self._rate(port, up=phys.value == _LINK_UP))
-        if port.carrier_changes is not None:
-            readings.append(self._count(port, port.carrier_changes, Signal.IB_CARRIER_CHANGES))
+        readings = [state]
+        if all_of_it or state.value != _ACTIVE or port.was_gone:
+            port.was_gone = False
+            phys = self._number(port, "phys_state", Signal.IB_PORT_PHYS_STATE)
+            readings += [
+                voice.value(name, Signal.IB_PORT_PRESENT, 1.0),
+                voice.value(name, Signal.IB_PORT_ETHERNET, 1.0 if port.ethernet else 0.0),
+                phys,
+                self._rate(port, up=phys.value == _LINK_UP),
+            ]
         return readings
 
     def _number(self, port: _Port, file: str, signal: Signal) -> Reading:
         """The number of a line like `4: ACTIVE`. Asked each time: a port's state is never given up."""
         try:
-            text = _text(f"{port.folder}/{file}")
+            text = self._files.text(port.folder, file)
         except OSError as error:
             return self._voice.missing(port.name, signal, _status(error), cause_of(error))
         number, _, word = text.partition(":")
@@ -174,7 +201,7 @@ class InfinibandSource:
             # A port that is down shows a rate too, its slowest: that is no slow link (C131).
             return self._voice.missing(port.name, signal, Status.STALE, "PORT_NOT_UP")
         try:
-            text = _text(f"{port.folder}/rate")
+            text = self._files.text(port.folder, "rate")
         except OSError as error:
             return self._voice.missing(port.name, signal, _status(error), cause_of(error))
         matched = _RATE.match(text)
@@ -183,13 +210,18 @@ class InfinibandSource:
         port.rate_bits = float(matched[1]) * 1e9
         return self._voice.value(port.name, signal, port.rate_bits, detail=text)
 
-    def _counts(self, port: _Port) -> list[Reading]:
-        files = _BOTH_LAYERS if port.ethernet else {**_BOTH_LAYERS, **_INFINIBAND_ONLY}
-        readings = [self._count(port, f"{port.folder}/{file}", signal) for file, signal in files.items()]
-        return readings + [self._traffic(port, f"{port.folder}/{file}", signal) for file, signal in _TRAFFIC.items()]
+    def _counts(self, port: _Port, *, seldom: bool) -> list[Reading]:
+        files = (_ALL_COUNTERS if seldom else _EVERY_LOOK_OF_COUNTERS)[port.ethernet]
+        for folder in _folders(port)[1:]:
+            self._files.follow(folder)
+        readings = [self._count(port, f"{port.folder}/{at}", file, signal) for (at, file), signal in files.items()]
+        readings += [self._traffic(port, f"{port.folder}/{at}", file, sig) for (at, file), sig in _TRAFFIC.items()]
+        if port.interface is not None:
+            readings.append(self._count(port, port.interface, "carrier_changes", Signal.IB_CARRIER_CHANGES))
+        return readings
 
-    def _traffic(self, port: _Port, file: str, signal: Signal) -> Reading:
-        reading = self._count(port, file, signal, times=_WORD_BYTES)
+    def _traffic(self, port: _Port, folder: str, file: str, signal: Signal) -> Reading:
+        reading = self._count(port, folder, file, signal, times=_WORD_BYTES)
         if reading.value is None:
             return reading
         before = port.bytes_at.get(signal)
@@ -202,21 +234,27 @@ class InfinibandSource:
             return self._voice.missing(port.name, signal, Status.STALE, "IMPLAUSIBLE", detail=detail)
         return reading
 
-    def _count(self, port: _Port, file: str, signal: Signal, *, times: int = 1) -> Reading:
-        if file in port.refused:
-            return self._voice.missing(port.name, signal, *port.refused[file])
+    def _count(self, port: _Port, folder: str, file: str, signal: Signal, *, times: int = 1) -> Reading:
+        if signal in port.refused:
+            return self._voice.missing(port.name, signal, *port.refused[signal])
         try:
-            text = _text(file)
+            text = self._files.text(folder, file)
         except OSError as error:
             status = Status.NO_PERMISSION if isinstance(error, PermissionError) else Status.UNSUPPORTED
-            port.refused[file] = (status, cause_of(error))
-            return self._voice.missing(port.name, signal, *port.refused[file])
+            port.refused[signal] = (status, cause_of(error))
+            return self._voice.missing(port.name, signal, *port.refused[signal])
         if text.isdigit():
             return self._voice.value(port.name, signal, float(int(text) * times))
         # "N/A (no PMA)": a device without a performance agent (C125).
-        port.refused[file] = (Status.UNSUPPORTED, "NO_PMA" if text.startswith("N/A") else "NOT_A_NUMBER")
-        logger.info("InfiniBand: %s says %r; it is not read again", file, text[:80])
-        return self._voice.missing(port.name, signal, *port.refused[file])
+        port.refused[signal] = (Status.UNSUPPORTED, "NO_PMA" if text.startswith("N/A") else "NOT_A_NUMBER")
+        logger.info("InfiniBand: %s/%s says %r; it is not read again", folder, file, text[:80])
+        return self._voice.missing(port.name, signal, *port.refused[signal])
+
+
+def _folders(port: _Port) -> tuple[str, ...]:
+    """Where its files are; its own first."""
+    own = (port.folder, f"{port.folder}/counters", f"{port.folder}/hw_counters")
+    return own if port.interface is None else (*own, port.interface)
 
 
 def _ports(device: str) -> tuple[str, ...]:
@@ -229,8 +267,8 @@ def _ports(device: str) -> tuple[str, ...]:
         return ()
 
 
-def _carrier_file(folder: str) -> str | None:
-    """`carrier_changes` of the network interface that is this port."""
+def _interface(folder: str) -> str | None:
+    """The network interface that is this port."""
     device, number = folder.rsplit("/ports/", 1)
     try:
         interfaces = sorted(os.listdir(f"{device}/device/net"))
@@ -243,17 +281,12 @@ def _carrier_file(folder: str) -> str | None:
         except (OSError, ValueError):
             same_port = len(interfaces) == 1
         if same_port:
-            return f"{at}/carrier_changes"
+            return at
     return None
 
 
 def _text(path: str) -> str:
-    """Not pathlib: some hundred of these are read each time, and opening is what they cost."""
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        return os.read(file, 4096).decode("ascii", "replace").strip()
-    finally:
-        os.close(file)
+    return Path(path).read_text(encoding="ascii", errors="replace").strip()
 
 
 def _status(error: OSError) -> Status:

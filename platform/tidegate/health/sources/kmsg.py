@@ -1,7 +1,9 @@
 """The kernel log: XIDs and the network cards' own complaints, as they are written.
 
-Followed from its end: /dev/kmsg, or a plain file or pipe that something writes the kernel's lines to. NVML tells XIDs
-too, but only of a GPU that still answers, and without the text that says whether an NVLink XID is fatal.
+Followed: /dev/kmsg, or a plain file or pipe that something writes the kernel's lines to. What it says from before the
+agent came is read once, under its own time: an agent that was away for a moment misses nothing, and what is older than
+a minute is told and not acted on. NVML tells XIDs too, but only of a GPU that still answers, and without the text that
+says whether an NVLink XID is fatal.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ MAX_RECORDS = 2000
 """Read at one look; a log that is being flooded is read on at the next."""
 _RECORD_BYTES = 8192
 """The longest record that the kernel gives (CONSOLE_EXT_LOG_MAX)."""
+_PAST_BYTES = 2**20
+"""Of a plain file, so much from before its end is looked through."""
 _TRUST_S = 10.0
 """A line's own time counts if it is this close to the moment of reading it. The kernel's log clock drifts (seconds a
 month), a copied line has an old date, and what has just been written has just happened."""
@@ -92,7 +96,12 @@ class KmsgSource:
         self._boot_at_s = boot_at_s
         self._file: int | None = None
         self._opened_before = False
+        self._in_past = False
+        """What is read was there before we came."""
+        self._of_this_boot = True
+        """So that seconds since boot are this boot's; a plain file may hold those of others."""
         self._half = b""
+        self._reached_end = False
         self._falling: str | None = None
         """The GPU named by the first line of three, of which the third says that it fell off the bus."""
 
@@ -105,6 +114,8 @@ class KmsgSource:
             self.close()
             return self._failed(error)
         events = [event for line in lines for event in self._events(line)]
+        if self._reached_end:
+            self._in_past = False
         return Round(readings=(answers, *events))
 
     def close(self) -> None:
@@ -129,7 +140,7 @@ class KmsgSource:
             if S_ISREG(mode) and self._opened_before:
                 pass  # rotated: the new file is new from its beginning
             elif S_ISREG(mode) or S_ISCHR(mode):
-                os.lseek(self._file, 0, os.SEEK_END)
+                self._begin_in_the_past(self._file, mode)
             self._opened_before = True
         self._follow_rotation()
         text = self._half
@@ -137,16 +148,24 @@ class KmsgSource:
             try:
                 chunk = os.read(self._file, _RECORD_BYTES)
             except BlockingIOError:
+                self._reached_end = True
                 break
             except BrokenPipeError:
                 continue  # kmsg: the kernel has overwritten what we had not read; the next read is the oldest there is
             if not chunk:
+                self._reached_end = True
                 break
             text += chunk
         *whole, self._half = text.split(b"\n")
         # One record may hold several lines, written as \x0a; lines that begin with a space are a record's properties.
         records = (line.decode("utf-8", "replace") for line in whole if not line.startswith(b" SUBSYSTEM="))
         return [line for record in records for line in record.split("\\x0a")]
+
+    def _begin_in_the_past(self, file: int, mode: int) -> None:
+        """/dev/kmsg begins with the oldest that the kernel still has of this boot."""
+        self._in_past, self._of_this_boot = True, S_ISCHR(mode)
+        if S_ISREG(mode):
+            os.lseek(file, max(0, os.fstat(file).st_size - _PAST_BYTES), os.SEEK_SET)
 
     def _follow_rotation(self) -> None:
         """A plain log that was cut or replaced is read on from the new one's beginning."""
@@ -160,12 +179,19 @@ class KmsgSource:
             os.close(self._file)
             self._file, self._half = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), b""
 
+    def _knows_date(self, line: str) -> bool:
+        """Not of a plain file's seconds since boot: since which one?"""
+        return self._of_this_boot or not (_KMSG_HEAD.match(line) or _DMESG_HEAD.match(line))
+
     def _events(self, line: str) -> list[Reading]:
         if "NVRM" not in line and "mlx" not in line:
             return []
         written_s, text = dated(line, self._boot_at_s())
         now_s = self._clock.now_s()
-        at_s = written_s if written_s is not None and abs(written_s - now_s) <= _TRUST_S else now_s
+        if self._in_past and (written_s is None or written_s > now_s or not self._knows_date(line)):
+            return []  # it can be of any time
+        at_s = written_s if self._in_past or (written_s is not None and abs(written_s - now_s) <= _TRUST_S) else now_s
+        assert at_s is not None
         if found := _XID.search(text):
             subject = f"pci:{pci_address(found[1])}"
             return [self._voice.value(subject, Signal.GPU_XID, float(found[2]), detail=found[3] or None, at_s=at_s)]

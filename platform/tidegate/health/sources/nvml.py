@@ -37,6 +37,11 @@ logger = logging.getLogger(__name__)
 
 _FIRST_RETRY_S = 1.0
 _LAST_RETRY_S = 30.0
+_OF_PEERS = frozenset({Signal.GPU_NVLINKS, Signal.GPU_NVLINKS_DOWN})
+"""Said each time, whatever they are: they are judged by what the other GPUs here have."""
+_SLOW_LOOK_S = 0.1
+_ASK_AGAIN_S = 3600.0
+"""What a GPU does not have may come: rows can't be asked for while it is cut into instances."""
 
 
 @dataclass(slots=True)
@@ -48,12 +53,19 @@ class _Gpu:
     handle: Any
     name: str | None
     pci: str | None
+    middle: Every
     activity: nvml_gpm.Activity = field(default_factory=nvml_gpm.Activity)
     links: nvml_links.NvLinks = field(default_factory=nvml_links.NvLinks)
     unsupported: dict[Signal, str] = field(default_factory=dict)
-    """Signals that this GPU has told us it does not have, with the cause: not asked again."""
-    middle: Every = field(default_factory=lambda: Every(MIDDLE_S))
+    """Signals that this GPU has told us it does not have, with the cause: not asked again before `_ASK_AGAIN_S`."""
     slow: Every = field(default_factory=lambda: Every(SLOW_S))
+    again: Every = field(default_factory=lambda: Every(_ASK_AGAIN_S))
+    repeat: Every = field(default_factory=lambda: Every(SLOW_S))
+    """When it is said again what it does not have."""
+
+    @property
+    def listed(self) -> ListedGpu:
+        return ListedGpu(uuid=self.uuid, index=self.index, pci=self.pci)
 
 
 class NvmlSource:
@@ -63,9 +75,12 @@ class NvmlSource:
     be started anew.
     """
 
-    def __init__(self, library: str | None, *, node: NodeId, clock: Clock | None = None) -> None:
-        """`library`: path of libnvidia-ml.so.1; None = the loader finds it."""
-        self._library = library
+    def __init__(
+        self, library: str | None, *, node: NodeId, clock: Clock | None = None, middle_every_s: float = MIDDLE_S
+    ) -> None:
+        """`library`: path of libnvidia-ml.so.1; None = the loader finds it. `middle_every_s`: how often the middle
+        ones are asked for, activity among them, which is what was between two such looks."""
+        self._library, self._middle_every_s = library, middle_every_s
         self._node = node
         self._clock = clock if clock is not None else SystemClock()
         self._open = False
@@ -77,6 +92,10 @@ class NvmlSource:
         self._known: set[GpuId] = set()
         self._reopened_for: set[str] = set()
         self._old_temperature_call = False
+        self._heat = (
+            one(Signal.GPU_TEMPERATURE, self._temperature),
+            one(Signal.GPU_MARGIN, pynvml.nvmlDeviceGetMarginTemperature),
+        )
 
     def read(self) -> Round:
         """One look at all GPUs; blocks for as long as the driver does."""
@@ -119,9 +138,9 @@ class NvmlSource:
         return Round(gpus=self._listed, readings=(silent,), error=self._error)
 
     def _read_gpus(self, count: int) -> Round:
+        before = {gpu.index: gpu for gpu in self._listed}
         unopened = {index: cause for index in range(count) if (cause := self._open_gpu(index)) is not None}
         opened = {gpu.uuid for gpu in self._gpus.values()}
-        before = {gpu.index: gpu for gpu in self._listed}
         readings = [
             self._reading(self._node, Signal.NVML_ANSWERS, 1.0),
             self._reading(self._node, Signal.GPU_COUNT, float(count)),
@@ -136,16 +155,17 @@ class NvmlSource:
                 listed.append(gpu)
             else:
                 here = self._gpus[index]
-                began_s = time.monotonic()
-                readings += self._read_gpu(here)
-                readings.append(self._reading(here.uuid, Signal.GPU_READ, time.monotonic() - began_s))
-                listed.append(ListedGpu(uuid=here.uuid, index=index, pci=here.pci))
+                readings += self._timed(here)
+                known = before.get(index)
+                listed.append(known if known is not None and known.uuid == here.uuid else here.listed)
         self._known |= opened
         for uuid in sorted(self._known.difference(gpu.uuid for gpu in listed)):
             readings.append(self._reading(uuid, Signal.GPU_ANSWERS, "GPU_NOT_FOUND"))
         self._listed = tuple(listed)
         self._open_again_once(readings)
-        return Round(gpus=self._listed, readings=tuple(self._without_its_peers_links(readings)))
+        if any(reading.signal is Signal.GPU_NVLINKS for reading in readings):
+            readings = self._without_its_peers_links(readings)
+        return Round(gpus=self._listed, readings=tuple(readings))
 
     def _open_gpu(self, index: int) -> str | None:
         """Open and identify a GPU unless it is; the cause if that fails."""
@@ -156,63 +176,86 @@ class NvmlSource:
             uuid = GpuId(pynvml.nvmlDeviceGetUUID(handle))
         except pynvml.NVMLError as error:
             return cause_of(error)
-        self._gpus[index] = _Gpu(uuid=uuid, index=index, handle=handle, name=_name(handle), pci=_pci(handle))
+        middle = Every(self._middle_every_s)
+        name, pci = _name(handle), _pci(handle)
+        self._gpus[index] = _Gpu(uuid=uuid, index=index, handle=handle, name=name, pci=pci, middle=middle)
         return None
 
+    def _timed(self, gpu: _Gpu) -> list[Reading]:
+        """One look at the GPU; of a slow one, and else now and then, how long it took (C152)."""
+        began_s = time.monotonic()
+        readings = self._read_gpu(gpu)
+        took_s = time.monotonic() - began_s
+        if took_s >= _SLOW_LOOK_S or any(reading.signal is Signal.GPU_UTILIZATION for reading in readings):
+            readings.append(self._reading(gpu.uuid, Signal.GPU_READ, took_s))
+        return readings
+
     def _read_gpu(self, gpu: _Gpu) -> list[Reading]:
-        first = (
-            one(Signal.GPU_TEMPERATURE, self._temperature),
-            one(Signal.GPU_MARGIN, pynvml.nvmlDeviceGetMarginTemperature),
-            Ask(nvml_gpm.SIGNALS, gpu.activity.read),
-        )
-        readings = self._ask(gpu, first)
+        now_s = self._clock.now_s()
+        if gpu.again.due(now_s):
+            gpu.unsupported.clear()
+        repeat = gpu.repeat.due(now_s)
+        readings = self._ask(gpu, self._heat, repeat=repeat)
         answers = self._reading(gpu.uuid, Signal.GPU_ANSWERS, self._answers(gpu, readings))
         if answers.status is not Status.OK:
             return [answers, *readings]
-        now_s = self._clock.now_s()
-        readings += self._ask(gpu, HOT)
+        readings += self._ask(gpu, HOT, repeat=repeat)
         if gpu.middle.due(now_s):
-            readings += self._ask(gpu, MIDDLE)
-            readings += self._links(gpu)
+            readings += self._ask(gpu, (Ask(nvml_gpm.SIGNALS, gpu.activity.read), *MIDDLE), repeat=repeat)
+            readings += self._links(gpu, repeat=repeat)
         if gpu.slow.due(now_s):
-            readings += self._ask(gpu, SLOW)
+            readings += self._ask(gpu, SLOW, repeat=True)
         lost = next((reading.cause for reading in readings if reading.status is Status.LOST), None)
         if lost is not None:
             answers = self._reading(gpu.uuid, Signal.GPU_ANSWERS, lost)
         return [answers, *readings]
 
-    def _ask(self, gpu: _Gpu, asks: Iterable[Ask]) -> list[Reading]:
+    def _ask(self, gpu: _Gpu, asks: Iterable[Ask], *, repeat: bool) -> list[Reading]:
+        """Readings of all that these ask for; `repeat`: also of what is known not to be there."""
         readings: list[Reading] = []
+        node, uuid, now_s = self._node, gpu.uuid, self._clock.now_s
         gone: str | None = None
         for ask in asks:
             if gone is not None:
                 # A lost GPU is not asked further: each call may take long, and the answer is known.
                 answers: Iterable[Answer] = [gone] * len(ask.signals)
             elif all(signal in gpu.unsupported for signal in ask.signals):
+                if not repeat:
+                    continue
                 answers = [gpu.unsupported[signal] for signal in ask.signals]
             else:
                 try:
                     answers = ask.call(gpu.handle)
                 except pynvml.NVMLError as error:
                     answers = [cause_of(error)] * len(ask.signals)
+            at_s = now_s()
             for signal, answer in zip(ask.signals, answers, strict=True):
                 if isinstance(answer, str):
                     if unsupported(answer):
+                        if signal in gpu.unsupported and not repeat:
+                            continue
                         gpu.unsupported[signal] = answer
                     elif STATUSES.get(answer) is Status.LOST:
                         gone = answer
-                readings.append(self._reading(gpu.uuid, signal, answer))
+                    readings.append(self._reading(uuid, signal, answer))
+                else:
+                    readings.append(Reading(at_s, node, uuid, signal, float(answer), Status.OK))
         return readings
 
-    def _links(self, gpu: _Gpu) -> list[Reading]:
+    def _links(self, gpu: _Gpu, *, repeat: bool) -> list[Reading]:
         try:
             answers, detail = gpu.links.read(gpu.handle)
         except pynvml.NVMLError as error:
             answers, detail = dict.fromkeys(nvml_links.SIGNALS, cause_of(error)), None
-        return [
-            self._reading(gpu.uuid, signal, answer, detail if signal is Signal.GPU_NVLINKS_DOWN else None)
-            for signal, answer in answers.items()
-        ]
+        readings = []
+        for signal, answer in answers.items():
+            if unsupported(answer) and signal not in _OF_PEERS:
+                if signal in gpu.unsupported and not repeat:
+                    continue
+                gpu.unsupported[signal] = str(answer)
+            shown = detail if signal is Signal.GPU_NVLINKS_DOWN else None
+            readings.append(self._reading(gpu.uuid, signal, answer, shown))
+        return readings
 
     def _without_its_peers_links(self, readings: list[Reading]) -> list[Reading]:
         """A GPU that shows no NVLink while others of its model here have some has lost them all (C137)."""

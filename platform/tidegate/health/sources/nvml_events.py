@@ -17,7 +17,7 @@ from tidegate.ids import NodeId
 
 logger = logging.getLogger(__name__)
 
-WAIT_S = 1.0
+WAIT_S = 5.0
 """How long one look waits for an event."""
 RETRY_S = 30.0
 """After a failure: it is `NvmlSource` that says what is wrong with the driver, and when it is back."""

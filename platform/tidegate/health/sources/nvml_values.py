@@ -214,12 +214,8 @@ HOT = (
         Field(Signal.GPU_MEMORY_TEMPERATURE, pynvml.NVML_FI_DEV_MEMORY_TEMP, zero_is_none=True),
     ),
     one(Signal.GPU_CLOCK_REASONS, _clock_reasons),
-    one(Signal.GPU_SM_CLOCK, _sm_clock, _MEGA),
-    one(Signal.GPU_POWER, pynvml.nvmlDeviceGetPowerUsage, _MILLI),
-    one(Signal.GPU_MEMORY_USED, _memory_used),
-    one(Signal.GPU_PROCESSES, _processes),
 )
-"""Each look, after temperature, margin and tensor activity."""
+"""Each look, after temperature and margin."""
 
 MIDDLE = (
     fields(
@@ -244,13 +240,15 @@ MIDDLE = (
         Field(Signal.GPU_PCIE_NONFATAL, pynvml.NVML_FI_DEV_PCIE_COUNT_NON_FATAL_ERROR),
         Field(Signal.GPU_PCIE_FATAL, pynvml.NVML_FI_DEV_PCIE_COUNT_FATAL_ERROR),
     ),
-    one(Signal.GPU_ENERGY, pynvml.nvmlDeviceGetTotalEnergyConsumption, _MILLI),
+    one(Signal.GPU_SM_CLOCK, _sm_clock, _MEGA),
+    one(Signal.GPU_POWER, pynvml.nvmlDeviceGetPowerUsage, _MILLI),
     one(Signal.GPU_UTILIZATION, _utilization, 0.01),
-    one(Signal.GPU_MEMORY_CLOCK, _memory_clock, _MEGA),
+    one(Signal.GPU_MEMORY_USED, _memory_used),
+    one(Signal.GPU_PROCESSES, _processes),
     one(Signal.GPU_PCIE_GENERATION, pynvml.nvmlDeviceGetCurrPcieLinkGeneration),
     one(Signal.GPU_PCIE_WIDTH, pynvml.nvmlDeviceGetCurrPcieLinkWidth),
 )
-"""Every five seconds, and NVLink's counters with them."""
+"""Every five seconds, and GPM and NVLink's counters with them."""
 
 _CORRECTED, _UNCORRECTED = pynvml.NVML_MEMORY_ERROR_TYPE_CORRECTED, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
 SLOW = (
@@ -276,6 +274,8 @@ SLOW = (
     Ask((Signal.GPU_FABRIC_STATE, Signal.GPU_FABRIC_SUMMARY, Signal.GPU_FABRIC_MASK), _fabric),
     one(Signal.GPU_PCIE_GENERATION_MAX, pynvml.nvmlDeviceGetMaxPcieLinkGeneration),
     one(Signal.GPU_PCIE_WIDTH_MAX, pynvml.nvmlDeviceGetMaxPcieLinkWidth),
+    one(Signal.GPU_MEMORY_CLOCK, _memory_clock, _MEGA),
+    one(Signal.GPU_ENERGY, pynvml.nvmlDeviceGetTotalEnergyConsumption, _MILLI),
     one(Signal.GPU_SM_CLOCK_MAX, _sm_clock_max, _MEGA),
     one(Signal.GPU_POWER_LIMIT, pynvml.nvmlDeviceGetEnforcedPowerLimit, _MILLI),
     one(Signal.GPU_MIG, lambda handle: float(pynvml.nvmlDeviceGetMigMode(handle)[0])),

@@ -19,15 +19,8 @@ class Voice:
     def value(
         self, subject: str, signal: Signal, value: float, *, detail: str | None = None, at_s: float | None = None
     ) -> Reading:
-        return Reading(
-            at_s=self.clock.now_s() if at_s is None else at_s,
-            node=self.node,
-            subject=subject,
-            signal=signal,
-            value=float(value),
-            status=Status.OK,
-            detail=detail,
-        )
+        when_s = self.clock.now_s() if at_s is None else at_s
+        return Reading(when_s, self.node, subject, signal, float(value), Status.OK, None, detail)
 
     def missing(
         self, subject: str, signal: Signal, status: Status, cause: str, *, detail: str | None = None

@@ -50,7 +50,8 @@ def wants(job: ImageJob) -> frozenset[str]:
         "seed": job.seed_asked,
         "seeds": job.seed_asked and job.images > 1,
         "steps": job.steps is not None,
-        # No kind has a word for these by itself: scales of guidance differ, and many models know no negative prompt.
+        # No kind has a word for these by itself: many models know no negative prompt, and a hosted one ignores what it
+        # does not know, so the operator names them.
         "guidance": job.guidance is not None,
         "negative_prompt": bool(job.negative_prompt),
     }
@@ -82,7 +83,8 @@ def body_of(job: ImageJob, spec: ProviderSpec) -> dict[str, Any]:
     if job.steps is not None:
         values["steps"] = job.steps
     if job.guidance is not None:
-        values["guidance"] = job.guidance
+        # Krea 2's scale counts from the conditional prediction (0 = no guidance), the usual one from the unconditional.
+        values["guidance"] = job.guidance + 1.0 if spec.guidance == "cfg" else job.guidance
     if job.negative_prompt:
         values["negative_prompt"] = job.negative_prompt
     known = names(spec)

@@ -16,7 +16,7 @@ from benchmarks.load.verdict import checks
 
 from tidegate.ports import free_port
 from tidegate.serve.audit import audit
-from tidegate.serve.ledger import Audited
+from tidegate.serve.ledger_reading import Audited
 
 
 def test_asks_come_from_the_seed_at_the_rate_and_in_the_shares() -> None:
