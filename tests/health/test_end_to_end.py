@@ -86,7 +86,7 @@ class Fleet:
         )
         ray.get(start_arbiter(policy).policy.remote())
         start_agents(policy)
-        self.arbiter = ArbiterClient(timeout_s=20.0)
+        self.arbiter = ArbiterClient(timeout_s=20.0, patience_s=60.0)
         wait_until(lambda: len(self.tiers()) == 6, 60, "the agents of all nodes report")
         run = tiny_run(
             name="long",
