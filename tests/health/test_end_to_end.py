@@ -86,9 +86,15 @@ class Fleet:
         )
         ray.get(start_arbiter(policy).policy.remote())
         start_agents(policy)
-        self.arbiter = ArbiterClient(timeout_s=20.0)
+        self.arbiter = ArbiterClient(timeout_s=20.0, patience_s=60.0)
         wait_until(lambda: len(self.tiers()) == 6, 60, "the agents of all nodes report")
-        run = tiny_run(name="long", steps=1_000_000, checkpoint={"every_steps": 20, "ram_every_steps": 5, "keep": 2})
+        run = tiny_run(
+            name="long",
+            steps=1_000_000,
+            checkpoint={"every_steps": 20, "ram_every_steps": 5, "keep": 2},
+            # So small that it can't diverge, however long it goes on.
+            optimizer={"lr": 1e-5, "warmup_steps": 2, "decay_steps": 3},
+        )
         order = RunOrder(
             claim=ClaimSpec(name="long", claim_class="pretrain", max_gpus=4, min_gpus=2, owner="test"),
             config=run,

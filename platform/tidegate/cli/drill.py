@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tidegate.cli.health import ANSWER_DEADLINE_S, UnknownNodeError, choose
+from tidegate.cli.health import ANSWER_DEADLINE_S, UnknownNodeError, choose, name_of
 from tidegate.cli.options import Address, says_errors
 from tidegate.health.drills import Drill
 from tidegate.ids import NodeId
@@ -35,7 +35,7 @@ def drill(
 
     connect(address)
     try:
-        names = {NodeId(n["NodeID"]): str(n["NodeName"]) for n in ray.nodes() if n["Alive"]}
+        names = {NodeId(n["NodeID"]): name_of(n) for n in ray.nodes() if n["Alive"]}
         [chosen] = choose(names, node)
         try:
             agent: Any = ray.get_actor(health_agent_name(chosen), namespace=NAMESPACE)

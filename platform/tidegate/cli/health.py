@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -102,11 +102,16 @@ async def ask_agents(address: str, wanted: str) -> list[Answer]:
         from tidegate.health.on_ray import gpu_nodes
 
         here = gpu_nodes()
-        names = {NodeId(n["NodeID"]): str(n["NodeName"]) for n in ray.nodes() if n["NodeID"] in here}
+        names = {NodeId(n["NodeID"]): name_of(n) for n in ray.nodes() if n["NodeID"] in here}
         chosen = choose(names, wanted)
         return list(await asyncio.gather(*(_ask(node, names[node]) for node in chosen)))
     finally:
         ray.shutdown()
+
+
+def name_of(row: Mapping[str, Any]) -> str:
+    """A node's name as `tidegate status` has it: its label, else its host's."""
+    return str(row["Labels"].get("tidegate/name", row["NodeManagerHostname"]))
 
 
 def choose(names: dict[NodeId, str], wanted: str) -> list[NodeId]:

@@ -166,8 +166,8 @@ def _let_it_crash(running: asyncio.Task[None]) -> None:
 class RayMeters:
     """`ray_gpu_temperature_celsius` and its kin (`series.py`); what can't be read has no series.
 
-    A Ray gauge repeats its last value for as long as its process lives and has no call to take it back, so a dead GPU
-    would look cool for ever; but a NaN ends its series (seen on Ray 2.60, and tested).
+    A Ray gauge has no call to take a value back, so a dead GPU would look cool for a while; but a NaN ends its series
+    (seen on Ray 2.60, and tested).
     """
 
     def __init__(self, every_s: float = METERS_EVERY_S) -> None:
@@ -184,8 +184,7 @@ class RayMeters:
         series = series_of(report, kept, self._xids, tick_s)
         for key in {**self._shown, **series}:
             value = series.get(key, math.nan)
-            # It repeats the last value by itself, so only what changes costs anything.
-            if value != self._shown.get(key):
-                name, labels = key
-                self._gauges[name].set(value, dict(labels))
+            # What stays the same is said again: seen on Ray 2.60, a gauge that was set once was gone a minute later.
+            name, labels = key
+            self._gauges[name].set(value, dict(labels))
         self._shown = series
