@@ -31,7 +31,7 @@ from tidegate.serve.tally import Tally
 from tidegate.spec.policy import Policy
 
 
-# The ledger says more of a request than Serve's access log, which costs a tenth of the requests per second.
+# The ledger says more of a request than Serve's access log, which costs time in each.
 @serve.deployment(max_ongoing_requests=10_000, logging_config=LoggingConfig(enable_access_log=False))
 @serve.ingress()
 class Gateway:
