@@ -7,8 +7,8 @@
   every 30 s; at `equal` every second, as ours. Its page is scraped every second by a watcher that kills at once, on the
   same machine; what it kills is a bare process, which is the least that killing can cost.
 
-Crossings are spread evenly over a period, and the peer's scrapes from round to round over the time between two of its
-collections, so that the mean is not luck: what is measured is half a period and what the
+Crossings are spread evenly over a period, shifted a little from round to round, and so are the peer's scrapes between
+two of its collections, so that the mean is not luck: what is measured is half a period and what the
 way from the reading to the kill adds. The excess is over ours' whole period, at the 99th percentile of all rounds.
 
 Takes about eight minutes on two cores.
@@ -142,10 +142,9 @@ def _watched(pid: int) -> Iterator[Callable[[float], float]]:
 # The peer
 
 
-def by_exporter(
-    folder: Path, library: Path, collect_every_s: float, periods: int, scrape_after_s: float
-) -> list[float]:
-    """One hot GPU after the other, evenly over each period."""
+def by_exporter(folder: Path, library: Path, collect_every_s: float, periods: int, shift: float) -> list[float]:
+    """One hot GPU after the other, evenly over each period. `shift`, 0 to 1: where between two of these instants they
+    are, and when in its period the page is scraped."""
     folder.mkdir(parents=True)
     state_path, victims_path = folder / "nvml.state", folder / "victims.json"
     victims_path.write_text("{}", encoding="utf-8")
@@ -153,20 +152,20 @@ def by_exporter(
     command = [sys.executable, "-m", "benchmarks.contenders.exporter_loop", "--library", str(library)]
     command += ["--victims", str(victims_path), "--limit", str(LIMIT_CELSIUS)]
     command += ["--collect-every", str(collect_every_s), "--scrape-every", str(PERIOD_S)]
-    command += ["--scrape-after", str(scrape_after_s)]
+    command += ["--scrape-after", str(shift * PERIOD_S)]
     environment = {**os.environ, fake_nvml.STATE_VARIABLE: str(state_path)}
     loop = subprocess.Popen(command, cwd=arena.ROOT, env=environment, stdout=subprocess.PIPE, text=True)
     try:
         assert loop.stdout is not None
         loop.stdout.readline()
         time.sleep(2 * PERIOD_S)  # its first page is collected and scraped
-        return [took_s for _ in range(periods) for took_s in _peer_period(state, victims_path, collect_every_s)]
+        return [took_s for _ in range(periods) for took_s in _peer_period(state, victims_path, collect_every_s, shift)]
     finally:
         loop.kill()
         loop.wait()
 
 
-def _peer_period(state: NvmlState, victims_path: Path, collect_every_s: float) -> list[float]:
+def _peer_period(state: NvmlState, victims_path: Path, collect_every_s: float, shift: float) -> list[float]:
     victims = [subprocess.Popen(["sleep", "3600"]) for _ in range(PEER_GPUS)]
     pids = {uuid_of("peer", index): victim.pid for index, victim in enumerate(victims)}
     victims_path.write_text(json.dumps(pids), encoding="utf-8")
@@ -174,7 +173,7 @@ def _peer_period(state: NvmlState, victims_path: Path, collect_every_s: float) -
     watchers = []
     started_s = time.monotonic()
     for index, victim in enumerate(victims):
-        time.sleep(max(started_s + (index + 0.5) / PEER_GPUS * collect_every_s - time.monotonic(), 0.0))
+        time.sleep(max(started_s + (index + shift) / PEER_GPUS * collect_every_s - time.monotonic(), 0.0))
 
         def watch(index: int = index, victim: subprocess.Popen[bytes] = victim) -> None:
             crossed_s = time.monotonic()
@@ -199,16 +198,16 @@ def _peer_period(state: NvmlState, victims_path: Path, collect_every_s: float) -
 # All of it
 
 
-def play(found: Found, gang: OurGang, here: Path, library: Path, strikes: int, scrape_after_s: float) -> None:
+def play(found: Found, gang: OurGang, here: Path, library: Path, strikes: int, shift: float) -> None:
     """One round. The peer at its default mostly sleeps: it has its period while ours has its turns."""
     default: list[float] = []
     sleeper = threading.Thread(
-        target=lambda: default.extend(by_exporter(here / "default", library, DEFAULT_S, 1, scrape_after_s))
+        target=lambda: default.extend(by_exporter(here / "default", library, DEFAULT_S, 1, shift))
     )
     sleeper.start()
-    ours = [gang.strike(strike % RANKS, (strike + 0.5) / strikes * PERIOD_S) for strike in range(strikes)]
+    ours = [gang.strike(strike % RANKS, (strike + shift) / strikes * PERIOD_S) for strike in range(strikes)]
     sleeper.join()
-    equal = by_exporter(here / "equal", library, PERIOD_S, EQUAL_PERIODS, scrape_after_s)
+    equal = by_exporter(here / "equal", library, PERIOD_S, EQUAL_PERIODS, shift)
     print(
         f"{here.name}: ours {statistics.mean(ours):.3f} s (most {max(ours):.3f}), "
         f"exporter at 30 s {statistics.mean(default):.2f}, at 1 s {statistics.mean(equal):.3f}",
@@ -243,7 +242,7 @@ def _measure_on(
         for strike in range(3):
             gang.strike(strike % RANKS, 0.0)  # warm-up
         for number in range(rounds):
-            play(found, gang, folder / f"round {number + 1}", library, strikes, (number + 0.5) / rounds * PERIOD_S)
+            play(found, gang, folder / f"round {number + 1}", library, strikes, (number + 0.5) / rounds)
 
 
 def metrics_of(found: Found) -> dict[str, Metric]:

@@ -48,7 +48,7 @@ class Bench:
         self.node = node
         self.arbiter = MemoryArbiter()
         self.dials = Dials()
-        self.source = NvmlSource(str(library), node=node)
+        self.source = NvmlSource(str(library), node=node, middle_every_s=0.0)
         self.file = folder / "health.json"
 
     def agent(
