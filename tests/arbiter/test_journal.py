@@ -121,7 +121,9 @@ def test_why_of_a_replica_tells_of_its_pools_targets_too(tmp_path: Path) -> None
     targets = [entry.data["pool"] for entry in told if entry.kind == "set_target"]
     assert targets
     assert set(targets) == {pool}
-    assert {entry.kind for entry in journal.about("images")} == {"publish", "replica", "roll"}, "an application is no replica"
+    assert {entry.kind for entry in journal.about("images")} == {"publish", "replica", "roll"}, (
+        "an application is no replica"
+    )
 
 
 def test_what_a_person_types() -> None:
