@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 
+from lacking import lacking
+from tidegate.testing.redis_server import RedisServer
+
 if TYPE_CHECKING:
     from tidegate.testing.faulty_proxy import FaultyProxy
 
@@ -36,3 +39,11 @@ def proxy(only_proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     only_proxy.seen.clear()
     yield only_proxy
     only_proxy.faults.clear()
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[RedisServer]:
+    if not RedisServer.is_installed():
+        lacking("redis-server is not installed (apt-get install redis-server)")
+    with RedisServer() as server:
+        yield server

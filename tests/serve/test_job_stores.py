@@ -15,7 +15,6 @@ import pytest
 from tidegate.serve.job_store import JobStore, KeyReusedError
 from tidegate.serve.jobs import ENDED, Job, JobStatus
 from tidegate.serve.redis_job_store import RedisJobStore, connect_redis
-from tidegate.testing.redis_server import RedisServer
 
 Store: TypeAlias = JobStore | RedisJobStore
 Open: TypeAlias = Callable[[str], Store]
@@ -23,19 +22,11 @@ LEASE_S = 5.0
 ALL = tuple(JobStatus)
 
 
-@pytest.fixture(scope="module")
-def redis_server() -> Iterator[RedisServer]:
-    if not RedisServer.is_installed():
-        pytest.skip("redis-server is not installed")
-    with RedisServer() as server:
-        yield server
-
-
 @pytest.fixture(params=["sqlite", "redis"])
 def gateway(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
     """Opens the store as the gateway of that name."""
     opened: list[Store] = []
-    server = request.getfixturevalue("redis_server") if request.param == "redis" else None
+    server = request.getfixturevalue("redis") if request.param == "redis" else None
     prefix = tmp_path.name
 
     def open_as(owner: str) -> Store:

@@ -38,7 +38,12 @@ JOB = ImageJob(
     local_only=False,
 )
 
-pytestmark = pytest.mark.parametrize("kind", KINDS)
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    """Each, for all tests that don't name their own."""
+    kind: str = request.param
+    return kind
 
 
 def spec(stand_in: StandIn, kind: str, **more: Any) -> ProviderSpec:
@@ -189,10 +194,10 @@ def test_a_client_that_leaves_is_no_answer_and_no_second_request(kind: str, stan
     wait_until(lambda: stand_in.stats()["ongoing"] == 0, 5, "the work to stop, or to end for nobody")
 
 
+@pytest.mark.parametrize("kind", QUEUES)
 def test_what_never_began_is_known_dead_after_its_cancel(kind: str, stand_in: StandIn) -> None:
-    """The only time-out after which another provider may be paid: the cancel proved that nothing was made."""
-    if kind not in QUEUES:
-        pytest.skip("it has no queue: a request that isn't refused has begun")
+    """The only time-out after which another provider may be paid: the cancel proved that nothing was made. Where there
+    is no queue, a request that isn't refused has begun."""
     stand_in.control(slots=0)
     images = stand_in.stats()["images"]
     error = refused(spec(stand_in, kind), timeout_s=0.5)
@@ -202,8 +207,7 @@ def test_what_never_began_is_known_dead_after_its_cancel(kind: str, stand_in: St
     assert stand_in.stats()["images"] == images
 
 
+@pytest.mark.parametrize("kind", ["replicate"])
 def test_a_version_of_a_model(kind: str, stand_in: StandIn) -> None:
     """Replicate runs a version by its digits; the others know no such thing."""
-    if kind != "replicate":
-        pytest.skip("only Replicate has versions")
     assert len(make(spec(stand_in, kind).model_copy(update={"models": {JOB.model: VERSION}})).pngs) == 1

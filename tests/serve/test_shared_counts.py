@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,14 +21,6 @@ from tidegate.testing.redis_server import RedisServer
 from waiting import wait_until
 
 KEY = "secret-of-acme-0123456789"
-
-
-@pytest.fixture(scope="module")
-def redis() -> Iterator[RedisServer]:
-    if not RedisServer.is_installed():
-        pytest.skip("redis-server is not installed")
-    with RedisServer() as server:
-        yield server
 
 
 def policy(redis: RedisServer, **tenant: Any) -> dict[str, Any]:
