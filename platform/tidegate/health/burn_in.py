@@ -19,7 +19,6 @@ from pydantic import TypeAdapter
 
 from tidegate.arbiter.messages import Action
 from tidegate.clock import SystemClock
-from tidegate.errors import TidegateError
 from tidegate.health.burning import run_parts
 from tidegate.health.doctor import Found, disk, durable_write_speed, host
 from tidegate.health.history import History
@@ -36,10 +35,6 @@ LOOKS = 3
 """What only two looks in a row find bad is found too."""
 LOOK_EVERY_S = 0.2
 DEEP_S = 900.0
-
-
-class BurnInError(TidegateError):
-    """The burn-in can't be done here; the text says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

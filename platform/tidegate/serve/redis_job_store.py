@@ -14,7 +14,6 @@ import redis
 from redis.backoff import ExponentialBackoff
 from redis.retry import Retry
 
-from tidegate.errors import PolicyError
 from tidegate.serve.job_store import KeyReusedError
 from tidegate.serve.jobs import Job, JobStatus, startable
 from tidegate.spec.redis import RedisSpec
@@ -84,7 +83,7 @@ class RedisJobStore:
             ids = self._redis.zrange(mine, below, "-inf", desc=True, byscore=True, offset=start, num=100)
             if not ids:
                 break
-            for job in self._lights([one for one in ids]):
+            for job in self._lights(ids):
                 if job.status in statuses and len(found) < limit:
                     found.append(job)
             if len(found) == limit:
@@ -101,7 +100,7 @@ class RedisJobStore:
 
         def change(pipe: Pipeline) -> list[str]:
             queued: list[tuple[float, str, str]] = []
-            for caller in [one for one in pipe.smembers(self._key("waiting"))]:
+            for caller in pipe.smembers(self._key("waiting")):
                 turn = pipe.zrange(self._key("queued", caller), 0, free - 1, withscores=True)
                 queued += [(score, one, caller) for one, score in turn]
             order = [(job, caller) for _, job, caller in sorted(queued)]
@@ -316,23 +315,12 @@ def connect_redis(spec: RedisSpec, environ: Mapping[str, str]) -> Redis:
     Raises:
         PolicyError: the environment lacks the password.
     """
-    host, _, port = spec.address.partition(":")
-    password = password_of(spec, environ)
+    password = spec.password("gateway_redis", environ)
     # The library's own would hold the one thread of all jobs for up to half a minute.
     retry = Retry(ExponentialBackoff(cap=0.5, base=0.05), 3)
     return redis.Redis(
-        host=host, port=int(port), password=password, socket_timeout=5.0, decode_responses=True, retry=retry
+        host=spec.host, port=spec.port, password=password, socket_timeout=5.0, decode_responses=True, retry=retry
     )
-
-
-def password_of(spec: RedisSpec, environ: Mapping[str, str]) -> str | None:
-    if spec.password_env is None:
-        return None
-    password = environ.get(spec.password_env)
-    if not password:
-        why = f"gateway_redis.password_env: the environment has no {spec.password_env}; export it before Ray starts"
-        raise PolicyError((why,))
-    return password
 
 
 def _stored(job: Job) -> dict[str, str | int | float]:

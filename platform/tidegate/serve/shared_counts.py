@@ -17,7 +17,6 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from tidegate.serve.rate import Rate
-from tidegate.serve.redis_job_store import password_of
 from tidegate.spec.redis import RedisSpec
 
 ANSWER_S = 0.25
@@ -56,11 +55,10 @@ class SharedCounts:
     """`hold_s`: how long a request may be open."""
 
     def __init__(self, spec: RedisSpec, environ: Mapping[str, str], hold_s: float) -> None:
-        host, _, port = spec.address.partition(":")
         self._redis: Any = Redis(
-            host=host,
-            port=int(port),
-            password=password_of(spec, environ),
+            host=spec.host,
+            port=spec.port,
+            password=spec.password("gateway_redis", environ),
             decode_responses=True,
             socket_timeout=ANSWER_S,
             socket_connect_timeout=ANSWER_S,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated
 
 from pydantic import Field
 
+from tidegate.errors import PolicyError
 from tidegate.spec.base import Model
 
 
@@ -19,3 +21,25 @@ class RedisSpec(Model):
     """Keeps clusters apart that share one Redis. A new cluster under an old name finds what the old one left."""
     password_env: str | None = None
     """Name of the environment variable that holds the password; it never stands in this file."""
+
+    @property
+    def host(self) -> str:
+        return self.address.partition(":")[0]
+
+    @property
+    def port(self) -> int:
+        return int(self.address.partition(":")[2])
+
+    def password(self, where: str, environ: Mapping[str, str]) -> str | None:
+        """`where` is this setting's path, for the message.
+
+        Raises:
+            PolicyError: the environment lacks it.
+        """
+        if self.password_env is None:
+            return None
+        password = environ.get(self.password_env)
+        if not password:
+            why = f"{where}.password_env: the environment has no {self.password_env}; export it before Ray starts"
+            raise PolicyError((why,))
+        return password
