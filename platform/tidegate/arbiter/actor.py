@@ -62,6 +62,7 @@ class Arbiter:
         )
         self._gauges = _Gauges()
         self._wake = threading.Event()
+        self._verdicts_changed = threading.Event()
         threading.Thread(target=self._run, name="arbiter-loop", daemon=True).start()
 
     async def exchange(self, report: GatewayReport, wait_s: float) -> Orders:
@@ -75,7 +76,8 @@ class Arbiter:
     async def report_health(self, report: HealthReport) -> dict[GpuId, Seat]:
         before = self._loop.health.get(report.node)
         answer = self._loop.report_health(report)
-        if before is None or [v.rule for v in before.verdicts] != [v.rule for v in report.verdicts]:
+        if before is None or _asked(before) != _asked(report):
+            self._verdicts_changed.set()
             self._wake.set()
         return answer
 
@@ -142,12 +144,23 @@ class Arbiter:
             self._wake.wait(self._policy.arbiter.tick_s)
             self._wake.clear()
             try:
-                self._loop.tick()
-                self._gauges.show(self._loop)
+                if self._verdicts_changed.is_set():
+                    self._verdicts_changed.clear()
+                    self._tick(look=False)
+                self._tick(look=True)
             except Exception:
                 # One look that fails (GCS away for a moment) must not end the loop; the next one decides afresh.
                 log.exception("a tick failed")
                 self._wake.wait(1.0)
+
+    def _tick(self, *, look: bool) -> None:
+        self._loop.tick(look=look)
+        self._gauges.show(self._loop)
+
+
+def _asked(report: HealthReport) -> list[tuple[object, ...]]:
+    """What a report asks for; its evidence changes with each reading."""
+    return [(verdict.rule, verdict.gpu, verdict.action, verdict.when) for verdict in report.verdicts]
 
 
 async def _come(condition: Callable[[], bool], wait_s: float) -> None:

@@ -126,8 +126,10 @@ class ArbiterLoop:
         sizing = self.policy.serving.sizing
         self._watch = LoadWatch(keep_s=sizing.to_zero_after_s if sizing else 0.0)
 
-    def tick(self) -> Decision:
-        seen = self.fleet.look(self.book)
+    def tick(self, *, look: bool = True) -> Decision:
+        """One round. Without a `look` the cluster is taken to be as it was last seen: what a report says of a hot GPU
+        need not wait for Serve's and GCS's answers."""
+        seen = self.fleet.look(self.book) if look or not self._looked else self.seen
         with self._lock:
             self.seen, self._looked = seen, True
             self._watch_overflow()

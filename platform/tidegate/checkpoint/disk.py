@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import shutil
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -93,6 +94,7 @@ class Saver:
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
         self._ring = ring or Ring(lambda _: Slot(parts, self._rank))
         self._writer: Writer | None = None
+        self._waited_for = threading.Event()
         self._copier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="copy")
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
         self._copy: _Copy | None = None
@@ -115,6 +117,8 @@ class Saver:
         disk and the save before is in flight still, this waits for that and returns how it ended; or, if late saves are
         skipped, returns that, and there is only the copy in memory."""
         began = time.perf_counter()
+        if to_disk and self.in_flight:
+            self._hurry()
         sealed = self._sealed()
         before, late = self._why_unsealed(), False
         if to_disk and self._when_late == "wait":
@@ -139,6 +143,7 @@ class Saver:
         if late:
             return _skipped(about.step)
         self._ring.written(slot)
+        self._waited_for.clear()
         self._flight = self._thread.submit(self._save, about, slot, copy, self._sealing, began)
         return before
 
@@ -164,7 +169,16 @@ class Saver:
         if self._flight is None:
             return None
         flight, self._flight = self._flight, None
+        if not flight.done():
+            self._hurry()
         return flight.result()
+
+    def _hurry(self) -> None:
+        """What is in flight is waited for. Whichever comes first, this or the file's begin: the writer is told."""
+        self._waited_for.set()
+        writer = self._writer
+        if writer is not None:
+            writer.hurry()
 
     def close(self) -> None:
         self._copier.shutdown(wait=True)
@@ -221,6 +235,8 @@ class Saver:
                 self._writer = Writer()
             layout = slot.layout
             self._writer.begin(slot.handle, layout.size, len(layout.template), folder / file_name(self._rank))
+            if self._waited_for.is_set():
+                self._writer.hurry()
             shard = sealing.result()
             self._writer.end()
             return _Receipt(stall_s=copy.stall_s, shard=shard)

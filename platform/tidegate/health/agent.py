@@ -130,12 +130,13 @@ class HealthAgent:
         started_s = time.monotonic()
         readings = await self._look()
         report = self._judged(readings)
+        if self._sending is None or self._sending.done():
+            self._sending = asyncio.get_running_loop().create_task(self._send(report))
+            await asyncio.sleep(0)  # it is on its way before the series are worked out
         now_s = self._clock.now_s()
         events = (reading for reading in readings if reading.signal in EVENTS)
         shown = chain(self._latest.fresh(now_s, self._silent), events)
         self._meters.show(report, shown, time.monotonic() - started_s)
-        if self._sending is None or self._sending.done():
-            self._sending = asyncio.get_running_loop().create_task(self._send(report))
         return report
 
     def set_healthy(self, subject: str) -> None:
