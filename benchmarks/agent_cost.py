@@ -228,8 +228,8 @@ def measure(rounds: int) -> dict[str, Metric]:
         "cores": figure(
             shares,
             goal=CORE_SHARE_GOAL,
-            note=f"{GPUS} GPUs, 18 links each, {PORTS} ports, 1 Hz; the fake library's own work is in it, Ray's is not; "
-            f"the same reads in one thread, with nothing made of them: {statistics.median(floors):.4f}",
+            note=f"{GPUS} GPUs, 18 links each, {PORTS} ports, 1 Hz; the fake library's own work is in it, Ray's is not"
+            f"; the same reads in one thread, with nothing made of them: {statistics.median(floors):.4f}",
         ),
         "resident_mib": figure(
             resident, goal="<= 200", note="the process without Ray; an actor's own Ray worker is about 100 MiB more"

@@ -86,12 +86,12 @@ class Story:
         """A new arbiter process: only the journal and the cluster are left of the old one."""
         self.loop = ArbiterLoop(self.fleet, self.clock, self.journal, self.policy, SpanBook())
 
-    def tick(self, times: int = 1) -> None:
+    def tick(self, times: int = 1, *, look: bool = True) -> None:
         for _ in range(times):
             self.clock.advance(0.2)
             self._report()
             try:
-                self.loop.tick()
+                self.loop.tick(look=look)
             except CrashedError:
                 self.crashes += 1
                 self.fleet.crash_after_moves = None

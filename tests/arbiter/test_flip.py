@@ -237,6 +237,22 @@ def test_a_hot_gpu_leaves_the_gang_once_and_may_still_serve(story: Story) -> Non
     assert story.fleet.pools[NODES[1]].running == 2
 
 
+def test_a_hot_gpu_leaves_without_a_look_at_the_cluster(story: Story) -> None:
+    """What Serve and GCS would answer changes nothing about it, and takes longer than all the rest of its way."""
+    claim = story.file(ask())
+    train(story, claim)
+    seen = story.loop.seen
+    story.hot.add(gpu(NODES[1], 1))
+    story.tick(look=False)
+    assert [move.gpu for move in story.fleet.evicted] == [gpu(NODES[1], 1)]
+    assert story.loop.seen is seen
+
+
+def test_before_the_first_look_nothing_is_decided_on_an_empty_cluster(story: Story) -> None:
+    story.tick(look=False)
+    assert set(story.loop.seen.nodes) == set(NODES)
+
+
 def test_a_hot_gpu_is_not_granted(story: Story) -> None:
     story.hot.add(gpu(NODES[0], 0))
     story.tick(3)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
-from story import Story
+from dataclasses import replace
 
-from tidegate.arbiter.loop import GANG_SILENT_S
-from tidegate.arbiter.messages import GangPhase, GangReport, GpuSeen, HealthReport
+import pytest
+from story import Story, ask
+
+from tidegate.arbiter.loop import FORGET_S
+from tidegate.arbiter.messages import GangPhase, GangReport, GpuSeen, HealthReport, ReplicaReport
+from tidegate.arbiter.seats import SILENT_S
 from tidegate.ids import ClaimId, Generation, GpuId, NodeId
 
 
@@ -50,5 +53,37 @@ def test_not_while_it_restarts_nor_after_it_fell_silent(story: Story) -> None:
     gang(story, "a", "GPU-0", phase=GangPhase.RESTARTING)
     assert claims(story) == {}
     gang(story, "a", "GPU-0")
-    story.clock.advance(GANG_SILENT_S + 1)
+    story.clock.advance(SILENT_S + 1)
     assert claims(story) == {}
+
+
+def test_what_is_gone_for_long_is_forgotten(story: Story) -> None:
+    """Nodes and replicas never come back under the same name, and an arbiter lives for months."""
+    gang(story, "over", "GPU-0")
+    story.loop.report_health(replace(NODE, node=NodeId("gone")))
+    story.loop.report_replica("images", ReplicaReport(replica="r", at_s=story.clock.now_s(), serving_version=0))
+    _pass(story, FORGET_S - 1)
+    assert "over" in story.loop.gangs
+    assert set(story.loop.replicas) == {"r"}
+    assert "gone" in story.loop.health
+    _pass(story, 2)
+    assert story.loop.gangs == {}
+    assert story.loop.replicas == {}
+    assert story.loop.health == story.loop.heard_s == {}
+
+
+def _pass(story: Story, seconds: float) -> None:
+    """In steps that leave the arbiter sure that it was awake."""
+    while seconds > 0:
+        story.clock.advance(min(2.0, seconds))
+        story.loop.tick()
+        seconds -= 2.0
+
+
+def test_an_open_claims_gang_is_not_forgotten_however_silent(story: Story) -> None:
+    claim = story.file(ask())
+    story.train(claim)
+    story.phases.clear()
+    story.clock.advance(FORGET_S + 1)
+    story.tick()
+    assert claim in story.loop.gangs

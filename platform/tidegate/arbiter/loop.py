@@ -16,12 +16,10 @@ from tidegate.arbiter.messages import (
     Action,
     ClaimSpec,
     GangOrders,
-    GangPhase,
     GangReport,
     GatewayReport,
     HealthReport,
     JournalEntry,
-    Middle,
     ReplicaReport,
     Seat,
     Stage,
@@ -29,11 +27,11 @@ from tidegate.arbiter.messages import (
     Weights,
     When,
 )
-from tidegate.arbiter.middles import middles_of, place_of
 from tidegate.arbiter.moves import OPERATOR_RULE, File, Impose, Move, Pardon, Publish, Release, Roll, Unbrake
 from tidegate.arbiter.owners import owners
 from tidegate.arbiter.preflight import check_fits
 from tidegate.arbiter.rollouts import Trial, before, next_weights, settled, told, tried
+from tidegate.arbiter.seats import SILENT_S, Seats
 from tidegate.arbiter.sizing import Load, LoadWatch, need
 from tidegate.arbiter.states import ENDED, ClaimState
 from tidegate.arbiter.view import GroupState, NodeSeen, PoolSeen, View, gpus_of, live_gateways, overflow
@@ -43,10 +41,8 @@ from tidegate.ids import ClaimId, GatewayId, GpuId, NodeId, PoolName, Tier
 from tidegate.spec.policy import Policy
 from tidegate.telemetry.goodput import Span, SpanBook
 
-GANG_SILENT_S = 5.0
-"""A gang that has not reported for this long is not known to compute."""
-
-MIDDLES_EVERY_S = 1.0
+FORGET_S = 3600.0
+"""After so long without a word, what claims that are over, nodes that are gone and replicas have said is forgotten."""
 STALLED_AFTER_S = 3.0
 """After so long between two of its own ticks the arbiter does not know whether others were silent or it was deaf."""
 
@@ -78,16 +74,6 @@ class Fleet(Protocol):
         """Carry out one move. Idempotent: a move may come twice after a restart. Raises whatever went wrong."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """What all GPUs of one gang do, worked out for all of its nodes at once."""
-
-    at_s: float
-    gpus: tuple[GpuId, ...]
-    places: Mapping[GpuId, int]
-    middles: Mapping[str, Middle]
-
-
 @dataclass(slots=True)
 class ArbiterLoop:
     """Reports come in from any thread; `tick` runs in one."""
@@ -103,12 +89,10 @@ class ArbiterLoop:
     gateways: dict[GatewayId, GatewayReport] = field(init=False, default_factory=dict)
     health: dict[NodeId, HealthReport] = field(init=False, default_factory=dict)
     gangs: dict[ClaimId, GangReport] = field(init=False, default_factory=dict)
-    gang_of: dict[GpuId, ClaimId] = field(init=False, default_factory=dict)
-    """Whose rank stands on a GPU, by the gangs' newest reports."""
     replicas: dict[str, ReplicaReport] = field(init=False, default_factory=dict)
     heard_s: dict[NodeId, float] = field(init=False, default_factory=dict)
     """When each node's health agent reported last, by the arbiter's own clock (C190)."""
-    _known: dict[ClaimId, _Known] = field(init=False, default_factory=dict)
+    _seats: Seats = field(init=False, default_factory=Seats)
     _ticked_s: float | None = field(init=False, default=None)
     _trials: dict[str, Trial] = field(init=False, default_factory=dict)
     """Who tries an application's newest weights."""
@@ -138,6 +122,7 @@ class ArbiterLoop:
             if self._ticked_s is not None and not 0 <= now_s - self._ticked_s <= STALLED_AFTER_S:
                 self.heard_s = dict.fromkeys(self.heard_s, now_s)
             self._ticked_s = now_s
+            self._forget(now_s)
             view = self.view()
             self.decision = decide(self.book, view, self.policy, now_s)
             self._commit(self.decision.moves, self.decision.reason, now_s)
@@ -217,11 +202,7 @@ class ArbiterLoop:
     def report_gang(self, report: GangReport) -> GangOrders:
         before = self.gangs.get(report.claim)
         self.gangs[report.claim] = report
-        if before is None or before.gpus != report.gpus:
-            left = () if before is None else before.gpus
-            for gpu in (gpu for gpu in left if self.gang_of.get(gpu) == report.claim):
-                del self.gang_of[gpu]
-            self.gang_of.update(dict.fromkeys(report.gpus, report.claim))
+        self._seats.tell(report)
         if before is None or (before.phase, before.gang_generation) != (report.phase, report.gang_generation):
             self.note(
                 JournalEntry(
@@ -235,31 +216,13 @@ class ArbiterLoop:
         return _orders(report.claim, self.book.claims.get(report.claim))
 
     def seats_at(self, report: HealthReport) -> dict[GpuId, Seat]:
-        """The node's GPUs on which gangs compute now, and how those do as a whole: GPUs of one gang should do equally
-        well."""
-        at_work = {}
-        for gpu in report.gpus:
-            claim = self.gang_of.get(gpu.uuid)
-            gang = self.gangs.get(claim) if claim is not None else None
-            if claim is None or gang is None or gang.phase is not GangPhase.RUNNING:
-                continue
-            if self.clock.now_s() - gang.at_s <= GANG_SILENT_S:
-                at_work[gpu.uuid] = self._seat(gang, gpu.uuid)
-        return at_work
-
-    def _seat(self, gang: GangReport, gpu: GpuId) -> Seat:
-        known = self._known.get(gang.claim)
+        """The node's GPUs on which gangs compute now, and how those do as a whole."""
         now_s = self.clock.now_s()
-        if known is None or known.gpus != gang.gpus or not 0 <= now_s - known.at_s < MIDDLES_EVERY_S:
-            fresh = [self.health[node] for node, at_s in self.heard_s.items() if now_s - at_s <= GANG_SILENT_S]
-            known = _Known(now_s, gang.gpus, place_of(gang), middles_of(gang, fresh))
-            self._known[gang.claim] = known
-        rank = known.places[gpu]
-        return Seat(
-            claim=gang.claim,
-            pid=gang.pids[rank] if rank < len(gang.pids) else None,
-            compute_s=gang.compute_s[rank] if rank < len(gang.compute_s) else None,
-            middles=known.middles,
+        return self._seats.at(
+            [gpu.uuid for gpu in report.gpus],
+            # A copy: a tick, in its own thread, may forget some.
+            lambda: [self.health[node] for node, at_s in self.heard_s.copy().items() if now_s - at_s <= SILENT_S],
+            now_s,
         )
 
     def forecast(self, spec: ClaimSpec) -> Forecast:
@@ -401,6 +364,21 @@ class ArbiterLoop:
             if said != self._noted:
                 self._noted = said
                 self.note(JournalEntry(at_s=self.clock.now_s(), kind="failed_move", reason=said))
+
+    def _forget(self, now_s: float) -> None:
+        """An arbiter lives for months, and nodes and replicas never come back under the same name."""
+        open_ones = {claim.id for claim in self.book.open_claims()}
+        for claim, report in tuple(self.gangs.items()):
+            if claim not in open_ones and now_s - report.at_s > FORGET_S:
+                del self.gangs[claim]
+                self._seats.forget(report)
+        for node, heard_s in tuple(self.heard_s.items()):
+            if node not in self.seen.nodes and now_s - heard_s > FORGET_S:
+                del self.heard_s[node]
+                self.health.pop(node, None)
+        for name, replica in tuple(self.replicas.items()):
+            if now_s - replica.at_s > FORGET_S:
+                del self.replicas[name]
 
     def _watch_load(self) -> None:
         """While no gateway reports nothing is known, and the load is not taken for gone."""

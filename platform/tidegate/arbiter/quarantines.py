@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from tidegate.arbiter.book import Book
+from tidegate.arbiter.book import Book, apply
 from tidegate.arbiter.messages import Action, Verdict, When
 from tidegate.arbiter.moves import OPERATOR_RULE, Brake, Evict, Hold, Impose, Lift, Move, Unbrake, hold_of
 from tidegate.arbiter.states import HOLDING
@@ -43,6 +43,9 @@ def quarantine_moves(book: Book, view: View, brake: FleetBrakeSpec, now_s: float
         ended = f"the agent lifted it: {finding.verdict.ends}" if node in view.nodes else "its node is gone"
         if hold not in standing and (_sees(view, node) or node not in view.nodes):
             moves.append(Unbrake(rule=rule, node=node, gpu=gpu, reason=ended, at_s=now_s))
+    for move in moves:
+        book = apply(book, move)
+    # By what is imposed just now too: whoever is hot must not wait for another tick.
     moves.extend(_evictions(book, view, now_s))
     return tuple(moves), "; ".join(_said(move) for move in moves)
 
