@@ -78,3 +78,36 @@ def test_the_verdict_outlives_the_arbiter_until_the_agent_speaks(story: Story) -
     story.mute = set()
     story.tick(2)
     assert silent(story) == set()
+
+
+def test_after_three_missed_beats_no_new_gang_stands_there_and_none_has_to_leave(story: Story) -> None:
+    """Row 44: what is unknown evicts nobody, but it is no place to begin."""
+    standing = story.file(ask("standing", gpus=2, at_least=2))
+    story.train(standing)
+    [on] = story.claim(standing).nodes
+    away = next(node for node in NODES if node != on)
+    story.mute = {on, away}
+    story.tick(int(3.0 / TICK_S) + 2)
+    claim = story.file(ask("new", gpus=4, at_least=2))
+    story.until(claim, ClaimState.GRANTED)
+    assert set(story.claim(claim).nodes) == set(NODES) - {on, away}
+    assert story.claim(standing).state is ClaimState.RUNNING
+    assert silent(story) == set()
+
+
+def test_a_claim_that_only_the_unknown_could_serve_waits_for_their_next_word(story: Story) -> None:
+    story.mute = {NODES[0]}
+    story.tick(int(3.0 / TICK_S) + 2)
+    claim = story.file(ask(gpus=6, at_least=6))
+    story.tick(5)
+    assert story.claim(claim).state is ClaimState.QUEUED
+    story.mute = set()
+    story.until(claim, ClaimState.GRANTED)
+
+
+def test_two_missed_beats_are_nothing(story: Story) -> None:
+    story.mute = {NODES[0]}
+    story.tick(int(2.0 / TICK_S))
+    claim = story.file(ask(gpus=6, at_least=6))
+    story.until(claim, ClaimState.GRANTED)
+    assert NODES[0] in story.claim(claim).nodes

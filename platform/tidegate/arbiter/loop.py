@@ -43,6 +43,8 @@ from tidegate.telemetry.goodput import Span, SpanBook
 
 FORGET_S = 3600.0
 """After so long without a word, what claims that are over, nodes that are gone and replicas have said is forgotten."""
+MISSED_BEATS = 3
+"""Of a health agent: then nobody knows whether its GPUs are well, and no gang is put on them (health table, row 44)."""
 STALLED_AFTER_S = 3.0
 """After so long between two of its own ticks the arbiter does not know whether others were silent or it was deaf."""
 
@@ -146,7 +148,8 @@ class ArbiterLoop:
             gangs_gone=self.seen.gangs_gone,
             replicas=dict(self.replicas),
             load=self._load(),
-            silent_since_s=self._silent_since_s(),
+            silent_since_s=self._silent_since_s(self.policy.health.agent_silent_after_s),
+            unheard=frozenset(self._silent_since_s(MISSED_BEATS * self.policy.health.period_s)),
             up_for_s=self.clock.now_s() - self._began_s,
             overflow_for_s=0.0 if since_s is None else self.clock.now_s() - since_s,
         )
@@ -192,9 +195,10 @@ class ArbiterLoop:
         self.heard_s[report.node] = self.clock.now_s()
         return self.seats_at(report)
 
-    def _silent_since_s(self) -> dict[NodeId, float]:
-        """Empty where nobody at all is heard: then it is the arbiter that does not hear."""
-        now_s, limit_s = self.clock.now_s(), self.policy.health.agent_silent_after_s
+    def _silent_since_s(self, limit_s: float) -> dict[NodeId, float]:
+        """Nodes whose agents have been silent for longer, and since when. Empty where nobody at all is heard: then it
+        is the arbiter that does not hear."""
+        now_s = self.clock.now_s()
         here = {node: at_s for node, at_s in self.heard_s.copy().items() if node in self.seen.nodes}
         silent = {node: at_s for node, at_s in here.items() if now_s - at_s > limit_s}
         return silent if len(silent) < len(here) else {}

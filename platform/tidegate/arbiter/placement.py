@@ -75,7 +75,7 @@ def place(
         barred: nodes that are not to be had now.
         floor_replicas: so many must go on running on the nodes that nobody holds.
     """
-    taken = {*keep, *barred}
+    taken = {*keep, *barred, *view.unheard}
     lost_s: dict[NodeId, float] = {}
     for claim in book.claims.values():
         if claim.id in taking_from:

@@ -76,6 +76,8 @@ class View:
     """Placement groups of ours that are no claim's present one, and whose they were."""
     silent_since_s: Mapping[NodeId, float] = field(default_factory=dict)
     """Nodes whose health agents have been silent for longer than the policy allows: when they were last heard."""
+    unheard: frozenset[NodeId] = frozenset()
+    """Nodes whose agents have missed a few beats: nothing is known against them, nor for them."""
     up_for_s: float = math.inf
     """Since when this arbiter hears reports: one that has just come back has not heard all."""
     load: Load | None = None
