@@ -24,7 +24,7 @@ from tidegate.cluster.ray_start import CURRENT_CLUSTER, DEFAULT_TEMP_DIR, RaySta
 from tidegate.errors import TidegateError
 from tidegate.ports import check_port_free
 from tidegate.processes import carriers, end_family, family, program
-from tidegate.spec.policy import ClusterSpec, RedisSpec
+from tidegate.spec.policy import ClusterSpec
 
 MARK = "TIDEGATE_NODE"
 START_DEADLINE_S = 120.0
@@ -71,9 +71,10 @@ class ThisMachine:
         """See that a head runs here; yields what was done.
 
         Raises:
-            PortInUseError, NodeStartError: nothing of it was left running.
+            PolicyError, PortInUseError, NodeStartError: nothing of it was left running.
         """
-        start = head_start(spec, redis_password=_password(spec.redis))
+        password = spec.redis.password("cluster.redis", os.environ) if spec.redis is not None else None
+        start = head_start(spec, redis_password=password)
         address = head_address(spec)
         if (running := self._running(Role.HEAD)) is not None:
             yield f"head runs already at {running.address}"
@@ -226,17 +227,6 @@ def _check_answers(address: str, field: str, fix: str) -> None:
             return
     except (OSError, ValueError, OverflowError) as error:
         raise NodeStartError(f"{field}: nothing answers at {address}: {error}\nhint: {fix}") from None
-
-
-def _password(redis: RedisSpec | None) -> str | None:
-    if redis is None or redis.password_env is None:
-        return None
-    password = os.environ.get(redis.password_env)
-    if not password:
-        raise NodeStartError(
-            f"cluster.redis.password_env: the environment has no {redis.password_env}\nhint: export it, then again"
-        )
-    return password
 
 
 def _differences(running: Record, wanted: RayStart) -> Iterator[str]:
