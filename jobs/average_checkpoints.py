@@ -13,7 +13,8 @@ from tidegate.errors import TidegateError
 from tidegate.spec.load import load_model
 from tidegate.train.averaging import mean_weights, named, newest
 from tidegate.train.config import RunConfig
-from tidegate.train.export import export_id, write_export
+from tidegate.train.export import write_export
+from tidegate.train.export_manifest import export_id
 from tidegate.train.recipe import Recipe
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -15,7 +15,8 @@ from tidegate.checkpoint.restore import full_model_weights, newest_good
 from tidegate.errors import TidegateError
 from tidegate.spec.load import load_model
 from tidegate.train.config import RunConfig
-from tidegate.train.export import export_id, write_export
+from tidegate.train.export import write_export
+from tidegate.train.export_manifest import export_id
 from tidegate.train.model import seeded
 from tidegate.train.recipe import Recipe
 

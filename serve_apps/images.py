@@ -13,7 +13,7 @@ from ray import serve
 from tidegate.serve.about import look_at
 from tidegate.serve.admission import Limits, parse_size
 from tidegate.serve.gateway import Gateway
-from tidegate.serve.options import EngineOptions
+from tidegate.serve.options import Compile, EngineOptions
 from tidegate.serve.pools import images_plan
 from tidegate.spec.load import load_policy
 
@@ -51,7 +51,7 @@ class ImagesArgs(BaseModel):
     """Pictures stepped at once, at most. Warm-up measures whether more than one pays, and how many."""
     requests_per_replica: int = Field(default=2, ge=1, le=64)
     """That a replica has at a time: one at work, one ready to follow. Where batches pay, `batch_max` + 1 fills them."""
-    compile: bool = False
+    compile: Compile = "none"
     """Have torch compile the network: replicas start later and are faster from then on."""
     memory_bytes: int | None = Field(default=None, ge=2**20)
     """What an engine may take; none = all of its GPU. Sizes that don't fit are refused with 400."""

@@ -14,7 +14,8 @@ from tidegate.errors import ModelRefusedError
 from tidegate.serve.engine import Engine
 from tidegate.spec.load import load_model
 from tidegate.train.config import ImageSpec, RunConfig
-from tidegate.train.export import export_id, write_export
+from tidegate.train.export import write_export
+from tidegate.train.export_manifest import export_id
 from tidegate.train.model import seeded
 from tidegate.train.recipe import Recipe
 from tidegate.train.sample import Cancelled

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +278,24 @@ def test_a_damaged_pipeline_is_refused(krea: Path, tmp_path: Path, damage: str) 
         shutil.rmtree(folder / "vae")
     with pytest.raises(ModelRefusedError, match={"no folder": "vae"}.get(damage, "transformer")):
         Engine(folder, OPTIONS)
+
+
+def test_a_compiled_network_makes_the_same_pictures(krea: Path) -> None:
+    """One graph for each shape that warm-up runs, and none while clients wait. Its arithmetic is fused: pictures differ
+    by a rounding at most. The backend for speed, which compiles C++ for half a minute, is left out."""
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    options = replace(OPTIONS, sizes=(SQUARE,), batch_max=1, compile="aot_eager")
+    engine, plain = Engine(krea, options), Engine(krea, replace(options, compile="none"))
+    graphs = counters["stats"]["unique_graphs"]
+    asked: dict[str, Any] = {"size": SQUARE, "steps": 3}
+    compiled = pixels(engine.generate(["a number"], [1], **asked)[0][0])
+    assert np.abs(compiled - pixels(plain.generate(["a number"], [1], **asked)[0][0])).max() <= 1
+    assert graphs >= 1
+    assert counters["stats"]["unique_graphs"] == graphs
+    engine.close()
+    plain.close()
 
 
 def test_a_pipeline_is_loaded_from_s3(

@@ -21,7 +21,8 @@ from captioned import captioned_images, tiny_run
 from tidegate.checkpoint.files import FileSeen, sha256_of
 from tidegate.data.prepare import prepare
 from tidegate.errors import ModelRefusedError
-from tidegate.train.export import MANIFEST, ExportManifest, export_id, load_export, write_export
+from tidegate.train.export import load_export, write_export
+from tidegate.train.export_manifest import MANIFEST, ExportManifest, export_id
 from tidegate.train.loop import run
 from tidegate.train.model import seeded
 from tidegate.train.progress import NullProgress

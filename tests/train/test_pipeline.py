@@ -30,7 +30,8 @@ from captioned import tiny_run
 from tidegate.errors import ConfigError, ModelRefusedError
 from tidegate.serve.engine import Engine
 from tidegate.train.config import RunConfig
-from tidegate.train.export import MANIFEST, ExportManifest, export_id, load_export, write_export
+from tidegate.train.export import load_export, write_export
+from tidegate.train.export_manifest import MANIFEST, ExportManifest, export_id
 from tidegate.train.model import seeded
 from tidegate.train.recipe import Recipe
 from tidegate.train.sample import Cancelled, grid

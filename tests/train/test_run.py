@@ -26,7 +26,8 @@ from tidegate.data.order import order
 from tidegate.data.prepare import prepare
 from tidegate.errors import CheckpointError
 from tidegate.train.config import RunConfig
-from tidegate.train.export import export_id, load_export
+from tidegate.train.export import load_export
+from tidegate.train.export_manifest import export_id
 from tidegate.train.learning import Ready
 from tidegate.train.loop import Run, run
 from tidegate.train.parallel import joined

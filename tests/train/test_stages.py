@@ -17,7 +17,8 @@ from tidegate.errors import DataError
 from tidegate.gang.hang import PACE_STEPS, phase_limit_s
 from tidegate.spec.policy import GangSpec
 from tidegate.train.config import RunConfig
-from tidegate.train.export import export_id, load_export
+from tidegate.train.export import load_export
+from tidegate.train.export_manifest import export_id
 from tidegate.train.loop import run
 from tidegate.train.progress import NullProgress, Phase
 from tidegate.train.stages import stage_at, stages

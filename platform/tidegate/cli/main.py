@@ -256,7 +256,7 @@ def publish(
     from tidegate.checkpoint.address import is_address
     from tidegate.cli.connect import ask
     from tidegate.serve.fetching import read_file
-    from tidegate.train.export import MANIFEST, export_id
+    from tidegate.train.export_manifest import MANIFEST, export_id
 
     if not is_address(folder):
         folder = str(Path(folder).resolve())

@@ -19,7 +19,8 @@ from tidegate.serve.painters.base import Painter
 from tidegate.serve.painters.pipeline import PipelinePainter
 from tidegate.serve.painters.stepwise import KreaParts, OwnParts, StepPainter
 from tidegate.serve.work import Size
-from tidegate.train.export import MANIFEST, export_id, load_export
+from tidegate.train.export import load_export
+from tidegate.train.export_manifest import MANIFEST, export_id
 from tidegate.train.pipeline import INDEX
 from tidegate.train.recipe import Recipe
 
@@ -183,7 +184,9 @@ def _side(pipeline: Any) -> int:
 
 def _compiled(network: nn.Module, options: EngineOptions) -> nn.Module:
     # Shapes are fixed, so each is compiled for itself: `dynamic` would trade speed for what never comes.
-    return torch.compile(network, dynamic=False) if options.compile else network  # type: ignore[return-value]
+    if options.compile == "none":
+        return network
+    return torch.compile(network, dynamic=False, backend=options.compile)  # type: ignore[return-value]
 
 
 def _kind(device: torch.device) -> torch.dtype:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from tidegate.serve.work import Size
+
+Compile = Literal["none", "inductor", "aot_eager"]
+"""torch.compile's backend: `inductor` for speed, `aot_eager` to see that it can be compiled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +21,7 @@ class EngineOptions:
     """What is made, the first by default; none: what the folder's recipe or pipeline says."""
     batch_max: int = 4
     """Pictures that may be stepped at once; fewer where warm-up finds that more don't pay."""
-    compile: bool = False
+    compile: Compile = "none"
     """Have torch compile the network for each fixed shape, before the replica is ready."""
     memory_bytes: int | None = None
     """What the engine may take of the device; None: all that a GPU has, no limit on a CPU."""

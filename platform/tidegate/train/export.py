@@ -9,7 +9,6 @@ manifest.json                                         sizes and hashes of the ot
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import shutil
@@ -25,26 +24,18 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tidegate.checkpoint.files import FileSeen, file_problem, folder_files, sync_tree, write_synced
+from tidegate.checkpoint.files import file_problem, folder_files, sync_tree, write_synced
 from tidegate.errors import ModelRefusedError
-from tidegate.spec.policy import Model
 from tidegate.train.config import ModelSpec
+from tidegate.train.export_manifest import MANIFEST, ExportManifest, read_manifest
 from tidegate.train.model import build
 from tidegate.train.pipeline import put_parts
 from tidegate.train.recipe import Recipe
 
-MANIFEST = "manifest.json"
 RECIPE = "recipe.json"
 WEIGHTS = "transformer"
 
 logger = logging.getLogger(__name__)
-
-
-class ExportManifest(Model):
-    format: int = 1
-    run: str
-    step: int
-    files: tuple[FileSeen, ...]
 
 
 def write_export(
@@ -84,22 +75,13 @@ def write_export(
         shutil.rmtree(staged, ignore_errors=True)
 
 
-def export_id(folder: Path) -> str:
-    """A short hash that two exports share only when every file is the same.
-
-    Raises:
-        ModelRefusedError: there is no readable manifest.
-    """
-    return hashlib.sha256(_manifest(folder).model_dump_json().encode()).hexdigest()[:16]
-
-
 def load_export(folder: Path) -> tuple[Krea2Transformer2DModel, Recipe]:
     """The network (CPU, eval mode) and its recipe, after checking that every file and every tensor is there and whole.
 
     Raises:
         ModelRefusedError: with the first thing that is wrong; nothing has been loaded then.
     """
-    manifest = _manifest(folder)
+    manifest = read_manifest(folder)
     listed = {file.name for file in manifest.files}
     for needed in (RECIPE, f"{WEIGHTS}/config.json"):
         if needed not in listed:
@@ -143,15 +125,6 @@ def _filled(folder: Path, spec: ModelSpec, weights: Mapping[str, Tensor]) -> Kre
 def _spec(config: Mapping[str, Any]) -> ModelSpec:
     values = {name: config[name] for name in ModelSpec.model_fields if name in config}
     return ModelSpec(**{**values, "axes_dims_rope": tuple(values.get("axes_dims_rope", ()))})
-
-
-def _manifest(folder: Path) -> ExportManifest:
-    try:
-        return ExportManifest.model_validate_json((folder / MANIFEST).read_bytes())
-    except OSError as error:
-        raise ModelRefusedError(str(folder), f"{MANIFEST}: {error.strerror}") from None
-    except ValidationError as error:
-        raise ModelRefusedError(str(folder), f"{MANIFEST}: {error.errors()[0]['msg']}") from None
 
 
 def _put_in_place(staged: Path, folder: Path) -> None:
