@@ -13,7 +13,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,10 @@ from tidegate.data.parts import from_bytes, to_bytes
 from tidegate.data.preparation import Preparation, Settings
 from tidegate.data.sources import Split
 from tidegate.errors import DataError
+from tidegate.processes import start_undertaker
+
+MARK = "TIDEGATE_PREPARE"
+"""In the environment of a Ray of its own."""
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--images", required=True, help="the source: a folder or s3://bucket/path")
@@ -138,14 +142,27 @@ def connected(address: str) -> Iterator[None]:
     own = tempfile.mkdtemp(prefix=f"tg-{os.getpid()}-", dir="/tmp") if address == "local" else None
     alone = {"include_dashboard": False, "_temp_dir": own} if own is not None else {}
     remove_leftovers()
-    try:
+    with ExitStack() as ending:
+        if own is not None:
+            ending.callback(shutil.rmtree, own, ignore_errors=True)
+            ending.enter_context(undertaken(own))
+        ending.callback(ray.shutdown)
         ray.init(address=address, namespace="tidegate", log_to_driver=False, **alone)
         ray.data.DataContext.get_current().enable_progress_bars = False
         yield
+
+
+@contextmanager
+def undertaken(mark: str) -> Iterator[None]:
+    """Ray ends with this process though it be killed outright: by itself it would go on for a minute."""
+    os.environ[MARK] = mark
+    undertaker = start_undertaker(MARK, mark)
+    try:
+        yield
     finally:
-        ray.shutdown()
-        if own is not None:
-            shutil.rmtree(own, ignore_errors=True)
+        assert undertaker.stdin is not None
+        undertaker.stdin.close()
+        undertaker.wait()
 
 
 # --- the job ----------------------------------------------------------------------------------------------------

@@ -84,7 +84,8 @@ def _end(find: Callable[[], Iterable[int]], spare_children_of: int | None) -> tu
 
 
 def start_undertaker(variable: str, value: str) -> subprocess.Popen[bytes]:
-    """A process that ends all carriers once the present one is gone, however it went, or closes its `stdin`."""
+    """A process that ends all carriers and what descends from them once the present one is gone, however it went, or
+    closes its `stdin`."""
     return subprocess.Popen(
         [sys.executable, "-m", "tidegate.processes", variable, value],
         stdin=subprocess.PIPE,
@@ -135,7 +136,7 @@ def _stat(pid: int) -> list[str]:
 
 def main(variable: str, value: str) -> None:
     sys.stdin.buffer.read()  # returns when the last holder of the other end is gone
-    end_carriers(variable, value)
+    end_family(variable, value)
 
 
 if __name__ == "__main__":
