@@ -18,7 +18,7 @@ from tidegate.health.readings import EVENTS, Reading, Signal, Status
 from tidegate.health.rule import Rule
 from tidegate.health.rules import gap_s
 from tidegate.health.traces import trace_after
-from tidegate.health.values import BOUNDS, SENTINELS, value_of
+from tidegate.health.values import SENTINELS, value_of
 from tidegate.ids import ClaimId, GpuId, Tier
 from tidegate.spec.policy import HealthSpec
 
@@ -106,15 +106,21 @@ class _Look:
         waiting: list[tuple[Reading, Listening]] = []
         events: list[tuple[Reading, Listening]] = []
         held: set[Subject] = set()
-        now_s, heard, marked, counts = self._now_s, self._heard, self._marked, self._counts
+        ok = Status.OK  # looked up once: this is the innermost of all loops
+        now_s, heard, marked, counts, levels = self._now_s, self._heard, self._marked, self._counts, self._levels
         for reading in readings:
             listens = heard.get(reading.signal)
             if listens is None or now_s - reading.at_s > listens.fresh_s:
                 continue
             value, subject = reading.value, reading.subject
-            if value is not None and reading.status is Status.OK:
-                if listens.is_level:
-                    self._keep_level(reading)
+            if value is not None and reading.status is ok:
+                if (
+                    listens.is_level
+                    and listens.true[0] <= value <= listens.true[1]
+                    and value not in SENTINELS
+                    and (not listens.tells_more or self._has_level(reading, value))
+                ):
+                    levels[reading.signal, subject] = Level(reading.at_s, value)
                 # One that is bad may be followed by its own good one in the same look.
                 if subject not in marked and not (held and (reading.signal, subject) in held):
                     # By far the most readings end here: nothing is held against the subject, and nothing is new.
@@ -139,20 +145,15 @@ class _Look:
         for reading, listens in chain(events, waiting):
             self._judge(reading, listens)
 
-    def _keep_level(self, reading: Reading) -> None:
-        value = reading.value
-        low, high = BOUNDS[reading.signal]
-        if value is None or not low <= value <= high or value in SENTINELS:
-            return
+    def _has_level(self, reading: Reading, value: float) -> bool:
+        """Take in what it tells beside its level; whether it is one at all."""
         if reading.signal is Signal.IB_PORT_STATE and value == 4:
             self._ports.add(reading.subject)
         if reading.signal is Signal.GPU_NVLINKS_DOWN and value == 0:
             links = self._levels.get((Signal.GPU_NVLINKS, reading.subject))
             if links is not None and links.value > 0:
                 self._ports.add(_LINKS_OF + reading.node)
-        if reading.signal is Signal.GPU_XID and value == 45:
-            return  # an echo is no news
-        self._levels[reading.signal, reading.subject] = Level(reading.at_s, value)
+        return not (reading.signal is Signal.GPU_XID and value == 45)  # an echo is no news
 
     def _judge(self, reading: Reading, listens: Listening) -> None:
         if listens.among and reading.subject not in self._marked and self._crowd.is_calm(reading, listens.rules):

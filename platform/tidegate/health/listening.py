@@ -35,6 +35,10 @@ class Listening:
     among: bool
     is_level: bool
     """Other signals' rules look at it."""
+    true: tuple[float, float]
+    """From here to there a value can be true."""
+    tells_more: bool
+    """Than its level: which ports and links are in use, and when something happened."""
     gap_s: float
     fresh_s: float
     longest_s: float
@@ -82,7 +86,7 @@ def _listening(signal: Signal, rules: list[Rule], levels: frozenset[Signal], spe
     for rule in own:
         match rule.bad:
             case Bits():
-                bits |= rule.bad.mask
+                bits |= int(rule.bad.mask)  # an enum's own `&` takes longer than all else that a reading meets
             case Above() | Below() | OneOf() | Says() | Against():
                 calm = rule.bad.calm or (math.inf, -math.inf)
                 low, high = max(low, calm[0]), min(high, calm[1])
@@ -100,6 +104,8 @@ def _listening(signal: Signal, rules: list[Rule], levels: frozenset[Signal], spe
         counts_only=bool(counted) and len(counted) == len(own),
         among=bool(own) and all(isinstance(rule.bad, Among) for rule in own),
         is_level=signal in levels,
+        true=BOUNDS[signal],
+        tells_more=signal in (Signal.IB_PORT_STATE, Signal.GPU_NVLINKS_DOWN, Signal.GPU_XID),
         gap_s=gap,
         fresh_s=max(gap, EVENT_FRESH_S) if signal in EVENTS else gap,
         longest_s=max(counted, default=0.0),
