@@ -39,6 +39,7 @@ NAMES = (
     "agent_cost",
     "hot_gpu",
     "checkpoint_stall",
+    "checkpoint_drain",
     "checkpoint_save",
     "checkpoint_restore",
 )

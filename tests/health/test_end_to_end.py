@@ -327,7 +327,9 @@ def test_a_hang_tells_where_all_ranks_stand_and_starts_anew(fleet: Fleet) -> Non
     said = fleet.command("drill", "hang", "--node", name, "--subject", gang["gpus"][0])
     assert f"process {stopped.pid}" in said
     fleet.wait_for_ranks(ranks=before.world_size, after=before.generation)
-    assert fleet.notes("hung")[-1]["data"]["suspects"][0]["gpu"] == gang["gpus"][0]
+    hung = fleet.notes("hung")
+    assert hung, [(line["kind"], line["reason"]) for line in read_lines(fleet.folder / "run" / JOURNAL)][-12:]
+    assert hung[-1]["data"]["suspects"][0]["gpu"] == gang["gpus"][0]
     folder = fleet.folder / "run" / "stacks"
     kept = {path.name: path.read_text() for path in folder.glob(f"generation-{before.generation}-*")}
     assert set(kept) == {f"generation-{before.generation}-rank-{rank}.txt" for rank in range(before.world_size)}

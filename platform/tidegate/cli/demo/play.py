@@ -109,7 +109,7 @@ class _Drama:
         self.client = SteadyClient(self.stage.url, MODEL, self.client_log)
         self.client.start()
         self.judge("before")
-        self.pause(8.0)
+        self.pause(8.0 if self.stage.steps is None else 2.0)
 
     # --- Act 2 ---------------------------------------------------------------------------------------------------
 
@@ -158,7 +158,7 @@ class _Drama:
     def epilogue(self) -> None:
         self.screen.act(f"Epilogue: {10 * PER_CLASS} digits are asked for and judged")
         self.judge("after")
-        self.pause(4.0)
+        self.pause(4.0 if self.stage.steps is None else 1.0)
         assert self.client is not None
         self.client.stop()
         self.moments["ended_at_s"] = time.time()
@@ -209,7 +209,7 @@ class _Drama:
         wait_for(self.look, condition, deadline_s, what)
 
     def pause(self, seconds: float) -> None:
-        """Let the audience see the present state for a while."""
+        """Let the audience see the present state for a while; a shortened play has shorter ones."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             self.look()
