@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.contenders import loads, raw_files, saves  # noqa: E402
 
-from benchmarks import checkpoint_restore, checkpoint_save, checkpoint_stall  # noqa: E402
+from benchmarks import checkpoint_drain, checkpoint_restore, checkpoint_save, checkpoint_stall  # noqa: E402
 
 
 @pytest.fixture
@@ -60,12 +60,18 @@ def test_raw_files(tmp_path: Path) -> None:
 
 
 def test_figures_of_a_round() -> None:
-    mine = {"bytes": 2e9, "memcpy_s": 0.4, "stall_s": 0.44, "durable_s": 1.0, "slowdown": 1.05}
+    mine = {"bytes": 2e9, "memcpy_s": 0.4, "stall_s": 0.44, "durable_s": 1.0}
     peers = {name: [{"stall_s": 1.0 + number}] for number, name in enumerate(checkpoint_stall.PEERS)}
     stall = checkpoint_stall.metrics_of({"ours": [mine], **peers})
     assert stall["over_memcpy"].ratio == pytest.approx(1.1)
     assert stall["over_best_peer"].ratio == pytest.approx(0.44)
     assert all(metric.holds for metric in stall.values())
+    drain = checkpoint_drain.metrics_of(
+        {"ours": [{"slowdown": 1.06, "drained_s": 4.0}], "raw_beside": [{"slowdown": 1.2, "drained_s": 2.5}]}
+    )
+    assert drain["step_while_saving"].note == "drained in 4.0 s, the raw writes in 2.5 s"
+    assert drain["over_raw_writes"].ratio == pytest.approx(1.06 / 1.2)
+    assert all(metric.holds for metric in drain.values())
     others = {"raw": 0.8, "dcp_default": 4.0, "safetensors": 1.5}
     rounds = {name: [{"bytes": 2e9, "durable_s": seconds}] for name, seconds in others.items()}
     save = checkpoint_save.metrics_of({"ours": [mine], **rounds})
