@@ -27,7 +27,7 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("name", ["ours", "dcp_thread", "dcp_default", "safetensors", "raw"])
+@pytest.mark.parametrize("name", ["ours", "dcp_thread", "dcp_default", "safetensors", "raw", "raw_beside"])
 def test_a_contender_saves(name: str, joined: None, tmp_path: Path) -> None:
     loop = saves.Loop(width=256, layers=2, batch=2)
     found = []
