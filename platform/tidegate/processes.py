@@ -8,6 +8,7 @@ marked process executes inherits the mark. (One that was only forked shows the e
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -21,8 +22,19 @@ AGENT_MARK = "TIDEGATE_AGENT"
 
 END_DEADLINE_S = 5.0
 _LOOK_EVERY_S = 0.02
+_PR_SET_PDEATHSIG = 1
 _TRACKER = b"multiprocessing.resource_tracker"
 """Ends by itself once nothing needs it, and only then frees shared memory that was left: not to be killed."""
+
+
+def end_with_parent() -> None:
+    """Have this process killed when the thread that started it ends, as it does with its process.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG): this process would outlive its parent")
 
 
 def carriers(variable: str, value: str) -> tuple[int, ...]:

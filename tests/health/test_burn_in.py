@@ -141,6 +141,20 @@ def test_a_gpu_that_is_missing_fails_the_inventory(spec: HealthSpec, node: NodeI
     assert ("inventory", node) in failed(list(burn_node(declared, node, 2, deadline_s=60.0).checks))
 
 
+def test_of_the_others_nothing_is_said_and_one_that_is_not_there_fails(
+    spec: HealthSpec, node: NodeId, state: NvmlState
+) -> None:
+    """A gang has its own GPUs examined, and what is out already is no fault of theirs nor of their node."""
+    state.set(1, "temp", 79)
+    mine, absent = uuid_of("node-a", 0), "GPU-of-another-node"
+    burned = burn_node(spec, node, 1, deadline_s=60.0, only=[mine])
+    assert failed(list(burned.checks)) == []
+    assert (burned.gpus, set(burned.sums)) == ((mine,), {mine})
+    assert failed(list(burn_node(spec, node, 1, deadline_s=60.0, only=[mine, absent]).checks)) == [
+        ("inventory", absent)
+    ]
+
+
 def test_a_part_that_hangs_or_dies_is_a_failed_check(tmp_path: Path) -> None:
     waits = {"part": "group", "rank": 0, "size": 2, "address": "127.0.0.1", "port": 1, "marks": {}, "timeout_s": 600}
     dies = {"part": "group", "rank": 1, "marks": {}}

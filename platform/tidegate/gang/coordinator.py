@@ -21,6 +21,7 @@ from tidegate.arbiter.client import BACK_WITHIN_S, NAMESPACE, ArbiterClient
 from tidegate.arbiter.messages import JournalEntry
 from tidegate.errors import ClaimUndoneError, NoArbiterError, RunExistsError, RunRefusedError
 from tidegate.gang.agent import AgentJob
+from tidegate.gang.burn_in import BurnIn
 from tidegate.gang.events import (
     Beaten,
     Event,
@@ -43,7 +44,7 @@ from tidegate.gang.placing import away_from_head, is_ready, spare_nodes
 from tidegate.gang.plan import NEWS_WAIT_S, Formation, Gist, Member, Reply, Stacks
 from tidegate.gang.report import Gauges, report_of, status_of
 from tidegate.gang.shape import ENDED, Gang, Note, Status, is_asked_to_save, is_member, reply_to
-from tidegate.gang.stacks import innermost
+from tidegate.gang.stacks import MOST_STACKS, write_stacks
 from tidegate.gang.states import advance
 from tidegate.gang.warm_node import start_warm
 from tidegate.ids import ClaimId, Generation, GpuId, NodeId, coordinator_name
@@ -53,8 +54,6 @@ from tidegate.train.mesh import together
 log = logging.getLogger(__name__)
 
 JOURNAL = "gang.jsonl"
-MOST_STACKS = 16
-"""Of one node, in the arbiter's journal; all of them lie in the run's folder."""
 REPORT_EVERY_S = 0.5
 GRANT_EVERY_S = 0.1
 """While it waits for a grant that is being made, for as long as that is likely."""
@@ -80,6 +79,7 @@ class Coordinator:
         """Done, and another one in its place, when agents have something new to do."""
         self._starting = asyncio.Lock()
         self._gauges = Gauges(self._run)
+        self._burn_in: BurnIn | None = None
         self._kept, self._generation = read_kept(self._run_dir, ray.get_runtime_context().get_actor_id())
         if self._kept.claim is not None and not self._kept.over:
             self._happen(Reattached())
@@ -106,11 +106,13 @@ class Coordinator:
         self._run_dir.mkdir(parents=True, exist_ok=True)
         # A job that is submitted while the arbiter restarts is not lost.
         arbiter = ArbiterClient(patience_s=BACK_WITHIN_S)
-        spec = (await arbiter.policy()).gang
+        policy = await arbiter.policy()
+        spec = policy.gang
         if problem := clocks_problem(spec, self._order.config) or mesh_problem(self._order):
             raise RunRefusedError(self._run, problem)
         claim = await arbiter.claim(self._order.claim)
-        self._keep(replace(self._kept, claim=claim, spec=spec))
+        examine_by = policy.health if policy.health.burn_in.before_gang else None
+        self._keep(replace(self._kept, claim=claim, spec=spec, examine_by=examine_by))
         self._begin_life()
 
     async def stop(self, reason: str) -> None:
@@ -159,11 +161,7 @@ class Coordinator:
     async def stacks(self, told: Stacks) -> None:
         """Where a hung generation's ranks stood on one node: kept with the run, and told to the arbiter's journal."""
         folder = self._run_dir / "stacks"
-        folder.mkdir(parents=True, exist_ok=True)
-        for slot, text in told.ranks:
-            (folder / f"generation-{told.generation}-rank-{slot.rank}.txt").write_text(text, encoding="utf-8")
-        stood = "; ".join(f"rank {slot.rank} in {innermost(text)}" for slot, text in told.ranks[:MOST_STACKS])
-        reason = f"generation {told.generation} hung; on {told.node[:12]} {stood}"
+        reason = write_stacks(folder, told)
         self._write(Note(kind="stacks", reason=reason, data={"generation": told.generation, "folder": str(folder)}))
         claim = self._kept.claim
         if claim is None:
@@ -180,14 +178,15 @@ class Coordinator:
             await self._arbiter.note(entry)
 
     async def formation(self, train: int, wait_s: float) -> Formation | None:
-        """Where Ray Train may start its workers: the current grant's group once it is ready, None if it isn't in time
-        or another controller leads."""
+        """Where Ray Train may start its workers: the current grant's group once it is ready (and its nodes have passed
+        their burn-in, where the policy wants one), None if it isn't in time or another controller leads."""
         ends_s = time.monotonic() + wait_s
         while time.monotonic() < ends_s:
             gang = self._kept.gang
             if gang is None or gang.train != train or gang.status in (*ENDED, Status.LEFT):
                 return None
-            if gang.grant_stands and await asyncio.to_thread(is_ready, gang.grant) and gang.grant is self._grant():
+            ready = gang.grant_stands and await asyncio.to_thread(is_ready, gang.grant) and gang.grant is self._grant()
+            if ready and not self._is_examining():
                 await asyncio.to_thread(self._warm, gang.nodes)
                 self._happen(Formed())
                 return Formation(
@@ -197,6 +196,15 @@ class Coordinator:
                 )
             await asyncio.sleep(FORMATION_EVERY_S)
         return None
+
+    def _is_examining(self) -> bool:
+        """Whether the start waits for a burn-in; begins one where it is due."""
+        gang, claim, spec = self._kept.gang, self._kept.claim, self._kept.examine_by
+        if spec is None or gang is None or claim is None:
+            return False
+        if self._burn_in is None:
+            self._burn_in = BurnIn(claim, spec, self._arbiter, self._write, self._happen)
+        return self._burn_in.holds(gang)
 
     # The arbiter
 

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 from tidegate.checkpoint.files import write_synced
 from tidegate.gang.shape import Gang
 from tidegate.ids import ClaimId, Generation
-from tidegate.spec.policy import GangSpec
+from tidegate.spec.policy import GangSpec, HealthSpec
 
 KEPT = "gang_state.json"
 
@@ -21,6 +21,8 @@ class Kept:
     """The Ray actor whose life this is: a later run in the same folder has another."""
     claim: ClaimId | None = None
     spec: GangSpec | None = None
+    examine_by: HealthSpec | None = None
+    """Where the policy wants a burn-in before the gang's first start on a node: how."""
     gang: Gang | None = None
     led: int = 0
     """The newest of Ray Train's controllers that was told to lead. One that is gone since has no second life."""

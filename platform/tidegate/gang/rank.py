@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import signal
@@ -18,6 +17,7 @@ from tidegate.gang import beat
 from tidegate.gang.beat import SharedProgress
 from tidegate.gang.plan import Plan, Slot
 from tidegate.gang.stacks import answer_with_stack
+from tidegate.processes import end_with_parent
 from tidegate.train.config import RunConfig
 
 PRELOAD = ("tidegate.gang.rank", "tidegate.gang.warm")
@@ -25,8 +25,6 @@ PRELOAD = ("tidegate.gang.rank", "tidegate.gang.warm")
 
 STORE_DEADLINE_S = 10.0
 STORE_PERIOD_S = 0.01
-
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +53,7 @@ def end_with_agent() -> None:
     Raises:
         OSError: the kernel refuses.
     """
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG): this rank would outlive its node agent")
+    end_with_parent()
     agent = multiprocessing.parent_process()
     assert agent is not None
 

@@ -15,10 +15,14 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from tidegate.gang.plan import Stacks
+
 DEADLINE_S = 3.0
 """For all ranks of a node together: the next generation waits for it."""
 MOST_CHARACTERS = 8_000
 """Of one rank's stack; the innermost frames stand first."""
+MOST_STACKS = 16
+"""Of one node, in the arbiter's journal; all of them lie in the run's folder."""
 _SIGNAL = signal.SIGUSR2
 _LOOK_EVERY_S = 0.02
 
@@ -59,6 +63,15 @@ def innermost(text: str) -> str:
     if heads and heads[-1] + 1 < len(lines):
         return lines[heads[-1] + 1]
     return lines[0] if lines else ""
+
+
+def write_stacks(folder: Path, told: Stacks) -> str:
+    """One file a rank; where they stood, for a line in a journal."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for slot, text in told.ranks:
+        (folder / f"generation-{told.generation}-rank-{slot.rank}.txt").write_text(text, encoding="utf-8")
+    stood = "; ".join(f"rank {slot.rank} in {innermost(text)}" for slot, text in told.ranks[:MOST_STACKS])
+    return f"generation {told.generation} hung; on {told.node[:12]} {stood}"
 
 
 def _ask(program: str, pid: int) -> subprocess.Popen[str]:

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from tidegate.health.readings import Reading, Round, Signal, Status
 from tidegate.health.sources.nvml import NvmlSource
 from tidegate.ids import NodeId
 from tidegate.ports import free_port
+from tidegate.processes import end_with_parent
 from tidegate.spec.policy import HealthSpec
 
 CPU = "cpu"
@@ -61,23 +62,25 @@ def burn_node(
     deadline_s: float,
     deep: bool = False,
     marks: Marks | None = None,
-    only: str | None = None,
+    only: Collection[str] | None = None,
 ) -> Burned:
     """Runs on the node. `slots`: GPUs that Ray counts there; `marks`: of its model, if not those of `marks.py`; `only`:
-    one GPU that comes back, whatever is said of the others."""
+    GPUs that come back, or that a gang is given, whatever is said of the others."""
     began_s = time.monotonic()
     seen, checks = _look(spec, node, slots)
     gpus: tuple[str, ...] = tuple(gpu.uuid for gpu in seen.gpus) or tuple(
         f"{node[:12]}-{index}" for index in range(slots)
     )
     if only is not None:
-        gpus = (only,)
-        checks = [check for check in checks if check.subject in (only, node)]
+        missing = [gpu for gpu in only if seen.gpus and gpu not in gpus]
+        checks += [Check(name="inventory", subject=gpu, passed=False, text="NVML lists no such GPU") for gpu in missing]
+        gpus = tuple(only)
+        checks = _of(gpus, node, checks)
     model, measured, sums = CPU, list[Measured](), dict[str, str]()
     if all(check.passed for check in checks):
         model, measured, sums, more = _burn(gpus, bool(seen.gpus), marks, deadline_s)
         checks += more
-        checks += temperatures(_celsius(seen), _celsius(_read(spec, node)), marks or marks_of(model))
+        checks += _of(gpus, node, temperatures(_celsius(seen), _celsius(_read(spec, node)), marks or marks_of(model)))
         checks += _host(spec, must=model != CPU)
     if deep and all(check.passed for check in checks):
         checks.append(_deep(node))
@@ -85,6 +88,11 @@ def burn_node(
     return Burned(
         node=node, model=model, gpus=gpus, checks=tuple(checks), measured=tuple(measured), sums=sums, took_s=took_s
     )
+
+
+def _of(gpus: Collection[str], node: NodeId, checks: Iterable[Check]) -> list[Check]:
+    """Those that speak of the GPUs that are examined, or of the whole node."""
+    return [check for check in checks if check.subject in (*gpus, node)]
 
 
 def _look(spec: HealthSpec, node: NodeId, slots: int) -> tuple[Round, list[Check]]:
@@ -233,13 +241,26 @@ def is_untouched(record: Mapping[str, Any]) -> bool:
 
 
 def main() -> None:
-    """One node's burn-in, told by a line of JSON on stdin; its checks as one on stdout."""
+    """Told by JSON on stdin, answers by a line of it on stdout; `do` says what:
+
+    `examine`: one node (`spec`, `node`, `slots`, `only`); its checks, judged by themselves.
+    `burn`: the same node, not judged yet.
+    `judge`: all that several nodes have answered to `burn`, together (`burned`); the checks of each node.
+    """
+    end_with_parent()
     told = json.loads(sys.stdin.read())
-    spec = HealthSpec.model_validate_json(told["spec"])
-    node = NodeId(told["node"])
-    burned = burn_node(spec, node, told["slots"], deadline_s=spec.burn_in.deadline_s, only=told["only"])
-    checks = judged([burned])[node]
-    sys.stdout.write(json.dumps([asdict(check) for check in checks]) + "\n")
+    if told["do"] == "judge":
+        all_burned = TypeAdapter(list[Burned]).validate_python(told["burned"])
+        answer: Any = {node: [asdict(check) for check in checks] for node, checks in judged(all_burned).items()}
+    else:
+        spec = HealthSpec.model_validate_json(told["spec"])
+        node = NodeId(told["node"])
+        burned = burn_node(spec, node, told["slots"], deadline_s=spec.burn_in.deadline_s, only=told["only"])
+        if told["do"] == "burn":
+            answer = TypeAdapter(Burned).dump_python(burned, mode="json")
+        else:
+            answer = [asdict(check) for check in judged([burned])[node]]
+    sys.stdout.write(json.dumps(answer) + "\n")
 
 
 def _environment(devices: str, real: bool) -> dict[str, str]:

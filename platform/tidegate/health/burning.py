@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tidegate.health.marks import Marks, Measure, marks_of
+from tidegate.processes import end_with_parent
 
 SEED = 20_260_101
 WARM_UP = 2
@@ -138,6 +139,7 @@ def _rate(work: Callable[[], object], wait: Callable[[], None], seconds: float) 
 def main(told: str) -> None:
     from pydantic import TypeAdapter
 
+    end_with_parent()
     part = json.loads(told)
     marks = TypeAdapter(Marks | None).validate_python(part["marks"])
     if part["part"] == "gpu":

@@ -22,7 +22,8 @@ def examination(spec: HealthSpec) -> Examine | None:
         return None
 
     async def examine(verdict: Verdict, gpus: int) -> str:
-        told = {"spec": spec.model_dump_json(), "node": verdict.node, "slots": gpus, "only": verdict.gpu}
+        only = [verdict.gpu] if verdict.gpu is not None else None
+        told = {"do": "examine", "spec": spec.model_dump_json(), "node": verdict.node, "slots": gpus, "only": only}
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "tidegate.health.burn_in", stdin=pipe, stdout=pipe, stderr=pipe

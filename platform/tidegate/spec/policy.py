@@ -187,6 +187,9 @@ class RepeatOffenderSpec(Model):
 class BurnInSpec(Model):
     before_return: bool = True
     """What was taken out and whose verdict has ended is multiplied, copied and summed on before it trains again."""
+    before_gang: bool = False
+    """The same for each node of a gang before the run's first start there, all at once and measured against each other:
+    about a minute of the gang's GPUs, for a GPU that computes slowly or wrong and is found before it costs steps."""
     deadline_s: Seconds = 120.0
     """Of each part of it; then it has failed."""
 
