@@ -19,6 +19,7 @@ from tidegate.health.marks import (
     alike,
     first_pairs,
     marks_of,
+    one_driver,
     second_pairs,
     suspects_of,
     temperatures,
@@ -170,7 +171,14 @@ def test_nodes_are_compared_with_each_other() -> None:
     def burned(node: NodeId, tflops: float, text: str) -> Burned:
         rows = (Measured(measure=Measure.GEMM, subject="GPU-0", value=tflops),)
         return Burned(
-            node=node, model="NVIDIA H100", gpus=("GPU-0",), checks=(), measured=rows, sums={"GPU-0": text}, took_s=1.0
+            node=node,
+            model="NVIDIA H100",
+            driver="580.1",
+            gpus=("GPU-0",),
+            checks=(),
+            measured=rows,
+            sums={"GPU-0": text},
+            took_s=1.0,
         )
 
     checks = judged([burned(A, 700, "x"), burned(B, 700, "x"), burned(C, 500, "x"), burned(D, 700, "y")])
@@ -180,3 +188,10 @@ def test_nodes_are_compared_with_each_other() -> None:
         C: [(Measure.GEMM, "GPU-0")],
         D: [("bits", "GPU-0")],
     }
+
+
+def test_one_gang_has_one_driver() -> None:
+    """The odd one out fails, and of as many each the older ones: whoever is upgraded node by node goes forward."""
+    assert failed(one_driver({A: "580.65.06", B: "580.9.1", C: "580.65.06"})) == [("one driver", B)]
+    assert failed(one_driver({A: "580.65.06", B: "580.9.1"})) == [("one driver", B)]
+    assert one_driver({A: "580.65.06"}) == []

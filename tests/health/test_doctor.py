@@ -24,7 +24,8 @@ GOOD_LIMITS = Limits(resource.RLIM_INFINITY, 1_000_000)
 
 
 def checks(spec: HealthSpec, limits: Limits = GOOD_LIMITS, speed: float = 2e9) -> dict[str, Check]:
-    return {check.name: check for check in examine(spec, limits, lambda folder: speed)}
+    root = spec.state_path.parent / "root"
+    return {check.name: check for check in examine(spec, limits, lambda folder: speed, root)}
 
 
 @pytest.fixture
@@ -34,6 +35,7 @@ def tree(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def spec(tmp_path: Path, library: Path, state: NvmlState, tree: Path) -> HealthSpec:
+    (tmp_path / "root/sys/module/nvidia_peermem").mkdir(parents=True)
     (tmp_path / "kmsg").touch()
     return HealthSpec(
         nvml_library=str(library),
@@ -48,6 +50,7 @@ def test_a_machine_that_is_well_has_nothing_wrong(spec: HealthSpec) -> None:
     assert found["NVML"].text == "the driver answers for 4 GPUs"
     assert found["tensor activity"].found is Found.GOOD
     assert found["InfiniBand"].found is Found.GOOD
+    assert found["GPUDirect RDMA"].text == "nvidia_peermem is loaded"
     assert "mlx5_0/1" in found["counters"].text, "the sample's counters stand at their ceiling"
     assert found["counters"].fix == "clear them: perfquery -R"
 
@@ -58,6 +61,7 @@ def test_a_machine_that_is_well_has_nothing_wrong(spec: HealthSpec) -> None:
         ("gpm", "!4", "tensor activity", "NVreg_RestrictProfilingToAdminUsers=0"),
         ("error", 15, "NVML", "reset it or reboot"),
         ("ecc_mode", 0, "ECC", "nvidia-smi -e 1"),
+        ("persistence_mode", 0, "persistence", "nvidia-smi -pm 1"),
         ("mig", 1, "MIG", "nvidia-smi -mig 0"),
         ("field.230.0", 2, "recovery", "nvidia-smi -q"),
         ("rows", "0,0,1,0", "row remapping", "reset"),

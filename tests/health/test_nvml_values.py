@@ -52,6 +52,7 @@ def test_a_healthy_h100_at_work_in_base_units(source: NvmlSource, state: NvmlSta
         Signal.GPU_POWER: 640.0,
         Signal.GPU_POWER_LIMIT: 700.0,
         Signal.GPU_ENERGY: 81234567.89,
+        Signal.GPU_PERSISTENCE: 1.0,
         Signal.GPU_ECC_ENABLED: 1.0,
         Signal.GPU_ECC_CORRECTED: 12.0,
         Signal.GPU_ECC_UNCORRECTED: 0.0,

@@ -48,12 +48,14 @@ TABLE: Mapping[Signal, tuple[Paths, Callable[[str], float], float]] = {
                    "power_readings/power_draw"), _number, 1),
     S.GPU_ROW_PENDING: (("remapped_rows/remapped_row_pending",), _flag, 1),
     S.GPU_ROW_FAILURE: (("remapped_rows/remapped_row_failure",), _flag, 1),
+    S.GPU_PERSISTENCE: (("persistence_mode",), _flag, 1),
     S.GPU_ECC_ENABLED: (("ecc_mode/current_ecc",), _flag, 1),
 }  # fmt: skip
 KEYS = {
     S.GPU_TEMPERATURE: "temp", S.GPU_MARGIN: "margin", S.GPU_MEMORY_TEMPERATURE: "field.82.0",
     S.GPU_SLOWDOWN_LIMIT: "threshold.1", S.GPU_SLOWDOWN_OFFSET: "field.194.0", S.GPU_SM_CLOCK: "clock.1",
     S.GPU_SM_CLOCK_MAX: "clock_max.1", S.GPU_POWER: "power_mw", S.GPU_ECC_ENABLED: "ecc_mode",
+    S.GPU_PERSISTENCE: "persistence_mode",
 }  # fmt: skip
 """The fake library's words for them; rows are one word of four."""
 

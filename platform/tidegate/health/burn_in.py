@@ -20,10 +20,20 @@ from pydantic import TypeAdapter
 from tidegate.arbiter.messages import Action
 from tidegate.clock import SystemClock
 from tidegate.health.burning import run_parts
-from tidegate.health.doctor import Found, disk, durable_write_speed, host
+from tidegate.health.doctor import Found, disk, durable_write_speed, fabric, host, infiniband
 from tidegate.health.history import History
 from tidegate.health.judge import judge
-from tidegate.health.marks import Check, Marks, Measure, Measured, against_marks, alike, marks_of, temperatures
+from tidegate.health.marks import (
+    Check,
+    Marks,
+    Measure,
+    Measured,
+    against_marks,
+    alike,
+    marks_of,
+    one_driver,
+    temperatures,
+)
 from tidegate.health.readings import Reading, Round, Signal, Status
 from tidegate.health.sources.nvml import NvmlSource
 from tidegate.ids import NodeId
@@ -44,6 +54,8 @@ class Burned:
 
     node: NodeId
     model: str
+    driver: str
+    """Its version; empty where no NVML answers."""
     gpus: tuple[str, ...]
     """UUIDs, or names where no NVML answers."""
     checks: tuple[Check, ...]
@@ -67,7 +79,7 @@ def burn_node(
     """Runs on the node. `slots`: GPUs that Ray counts there; `marks`: of its model, if not those of `marks.py`; `only`:
     GPUs that come back, or that a gang is given, whatever is said of the others."""
     began_s = time.monotonic()
-    seen, checks = _look(spec, node, slots)
+    seen, driver, checks = _look(spec, node, slots)
     gpus: tuple[str, ...] = tuple(gpu.uuid for gpu in seen.gpus) or tuple(
         f"{node[:12]}-{index}" for index in range(slots)
     )
@@ -86,7 +98,14 @@ def burn_node(
         checks.append(_deep(node))
     took_s = time.monotonic() - began_s
     return Burned(
-        node=node, model=model, gpus=gpus, checks=tuple(checks), measured=tuple(measured), sums=sums, took_s=took_s
+        node=node,
+        model=model,
+        driver=driver,
+        gpus=gpus,
+        checks=tuple(checks),
+        measured=tuple(measured),
+        sums=sums,
+        took_s=took_s,
     )
 
 
@@ -95,8 +114,9 @@ def _of(gpus: Collection[str], node: NodeId, checks: Iterable[Check]) -> list[Ch
     return [check for check in checks if check.subject in (*gpus, node)]
 
 
-def _look(spec: HealthSpec, node: NodeId, slots: int) -> tuple[Round, list[Check]]:
-    """Inventory, and all rules of the table over a few looks: nothing that would take the node out may be there."""
+def _look(spec: HealthSpec, node: NodeId, slots: int) -> tuple[Round, str, list[Check]]:
+    """What NVML says, its driver's version, and what follows: inventory, and all rules of the table over a few looks,
+    of which none that would take the node out may hold."""
     history, seen = History(), Round(readings=())
     newest: dict[tuple[str, Signal], Reading] = {}
     source = NvmlSource(spec.nvml_library, node=node)
@@ -119,11 +139,15 @@ def _look(spec: HealthSpec, node: NodeId, slots: int) -> tuple[Round, list[Check
         text = f"{len(seen.gpus)} GPUs, declared {declared}"
         checks.insert(0, Check(name="inventory", subject=node, passed=len(seen.gpus) >= declared, text=text))
         checks += _settings(newest.values())
-    return seen, checks
+    return seen, source.driver, checks
 
 
 def _settings(readings: Iterable[Reading]) -> list[Check]:
-    wanted = {Signal.GPU_MIG: (0.0, "MIG mode"), Signal.GPU_ECC_ENABLED: (1.0, "ECC")}
+    wanted = {
+        Signal.GPU_MIG: (0.0, "MIG mode"),
+        Signal.GPU_ECC_ENABLED: (1.0, "ECC"),
+        Signal.GPU_PERSISTENCE: (1.0, "persistence (`nvidia-smi -pm 1`)"),
+    }
     return [
         Check(name=what, subject=reading.subject, passed=reading.value == good, text="on" if reading.value else "off")
         for reading in readings
@@ -207,6 +231,9 @@ def judged(all_burned: Sequence[Burned], marks: Marks | None = None) -> dict[Nod
         for check in (*against_marks(named, marks or marks_of(model)), *alike(sums)):
             node, subject = check.subject.split("/", 1)
             checks[NodeId(node)].append(Check(name=check.name, subject=subject, passed=check.passed, text=check.text))
+    drivers = {burned.node: burned.driver for burned in all_burned if burned.driver}
+    for check in one_driver(drivers):
+        checks[NodeId(check.subject)].append(check)
     return checks
 
 
@@ -284,6 +311,8 @@ def _celsius(seen: Round) -> dict[str, float]:
 def _host(spec: HealthSpec, *, must: bool) -> list[Check]:
     """What `tidegate doctor` says of the machine; without a GPU it is only told."""
     found = [*host(spec), disk(spec, durable_write_speed)]
+    if must:
+        found += fabric(Path("/"), needs_rdma=infiniband(spec)[0] > 0)
     return [
         Check(
             name=check.name,

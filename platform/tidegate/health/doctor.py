@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from tidegate.health.fabric import bridges, fabric_manager, peer_memory
 from tidegate.health.readings import CEILINGS, Reading, Round, Signal, Status
 from tidegate.health.sources.host import HostSource
 from tidegate.health.sources.infiniband import InfinibandSource
@@ -61,11 +62,17 @@ class Limits:
         return Limits(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 
-def examine(spec: HealthSpec, limits: Limits, disk_speed: Callable[[Path], float]) -> Iterator[Check]:
-    """All checks, one after the other. `disk_speed`: bytes a second that can be written durably to a folder."""
-    yield from gpus(spec)
+def examine(
+    spec: HealthSpec, limits: Limits, disk_speed: Callable[[Path], float], root: Path = Path("/")
+) -> Iterator[Check]:
+    """All checks, one after the other. `disk_speed`: bytes a second that can be written durably to a folder; `root`:
+    where the machine's proc/ and sys/ lie."""
+    seen = list(gpus(spec))
+    yield from seen
     ports, checks = infiniband(spec)
     yield from checks
+    if any(check.found is Found.GOOD for check in seen):
+        yield from fabric(root, needs_rdma=ports > 0)
     yield kernel_log(spec)
     yield from limits_of(limits, needs_rdma=ports > 0)
     yield from host(spec)
@@ -124,6 +131,7 @@ def _gpm(readings: list[Reading]) -> Check:
 def _settings(seen: Round) -> Iterator[Check]:
     wanted = (
         (Signal.GPU_ECC_ENABLED, "ECC", 1.0, "is off", "nvidia-smi -e 1, then reboot"),
+        (Signal.GPU_PERSISTENCE, "persistence", 1.0, "is off: the driver unloads between jobs", "nvidia-smi -pm 1"),
         (Signal.GPU_MIG, "MIG", 0.0, "is on: no gang uses these GPUs", "nvidia-smi -mig 0"),
         (Signal.GPU_RECOVERY_ACTION, "recovery", 0.0, "is asked for by the driver", "nvidia-smi -q says which: do it"),
         (Signal.GPU_ROW_PENDING, "row remapping", 0.0, "waits for a reset", "nvidia-smi -r, or reboot"),
@@ -164,6 +172,24 @@ def infiniband(spec: HealthSpec) -> tuple[int, list[Check]]:
         text = f"counters may not be read: {', '.join(refused)}"
         checks.append(Check(name="counters", found=Found.WRONG, text=text, fix="run the agent as root"))
     return len(ports), checks
+
+
+def fabric(root: Path, *, needs_rdma: bool) -> Iterator[Check]:
+    """The ways between GPUs, and from them to the network. Only asked where there are GPUs. `root`: where proc/ and
+    sys/ lie."""
+    if needs_rdma:
+        good, text = peer_memory(root)
+        fix = "" if good else "modprobe nvidia-peermem, or install the open kernel modules: else every byte goes by CPU"
+        yield Check(name="GPUDirect RDMA", found=Found.GOOD if good else Found.WRONG, text=text, fix=fix)
+    short, text = bridges(root)
+    fix = "" if short else "turn ACS off on these bridges: in the BIOS, or `setpci -s BRIDGE ECAP_ACS+6.w=0000` at boot"
+    found = {True: Found.GOOD, False: Found.WRONG, None: Found.NOTE}[short]
+    yield Check(name="PCIe peers", found=found, text=text, fix=fix if short is False else "")
+    manager = fabric_manager(root)
+    if manager is not None:
+        runs, text = manager
+        fix = "" if runs else "systemctl enable --now nvidia-fabricmanager, of the driver's own version"
+        yield Check(name="fabric manager", found=Found.GOOD if runs else Found.WRONG, text=text, fix=fix)
 
 
 def kernel_log(spec: HealthSpec) -> Check:

@@ -6,6 +6,7 @@ Fixed floors rot with drivers and models, so each measurement is also compared w
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -126,6 +127,23 @@ def alike(sums: Mapping[str, str]) -> list[Check]:
         Check(name="bits", subject=gpu, passed=one == common, text=f"{one[:12]}, most have {common[:12]}")
         for gpu, one in sums.items()
     ]
+
+
+def one_driver(drivers: Mapping[NodeId, str]) -> list[Check]:
+    """One gang, one driver: NCCL and its kernels are tested against one version at a time. That of most nodes is the
+    right one; of as many, the newest."""
+    if len(drivers) < 2:
+        return []
+    counts = Counter(drivers.values())
+    most = max(counts, key=lambda version: (counts[version], _ordered(version)))
+    return [
+        Check(name="one driver", subject=node, passed=version == most, text=f"{version}, most nodes have {most}")
+        for node, version in drivers.items()
+    ]
+
+
+def _ordered(version: str) -> tuple[int, ...]:
+    return tuple(int(part) if part.isdigit() else 0 for part in version.split("."))
 
 
 def temperatures(idle: Mapping[str, float], after: Mapping[str, float], marks: Marks) -> list[Check]:

@@ -70,6 +70,8 @@ class Signal(StrEnum):
     GPU_POWER_LIMIT = "gpu_power_limit_watts"
     GPU_ENERGY = "gpu_energy_joules"
     """Counter, since the driver was loaded."""
+    GPU_PERSISTENCE = "gpu_persistence_enabled"
+    """Flag: the driver stays loaded when nobody uses it."""
     GPU_ECC_ENABLED = "gpu_ecc_enabled"
     """Flag."""
     GPU_ECC_CORRECTED = "gpu_ecc_corrected_volatile"
@@ -322,6 +324,7 @@ PERIODS_S: Mapping[Signal, float] = MappingProxyType(
         Signal.GPU_NVLINK_RATE: DCGM_S,
         **dict.fromkeys(
             (
+                Signal.GPU_PERSISTENCE,
                 Signal.GPU_ECC_ENABLED,
                 Signal.GPU_ECC_CORRECTED,
                 Signal.GPU_ECC_UNCORRECTED,

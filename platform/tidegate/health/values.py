@@ -53,6 +53,7 @@ _BOUNDS: Mapping[Signal, tuple[float, float]] = MappingProxyType(
 _FLAGS = frozenset(
     {
         Signal.GPU_MIG,
+        Signal.GPU_PERSISTENCE,
         Signal.GPU_ECC_ENABLED,
         Signal.GPU_SRAM_THRESHOLD,
         Signal.GPU_ROW_PENDING,

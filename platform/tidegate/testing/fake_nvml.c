@@ -645,6 +645,10 @@ nvmlReturn_t nvmlDeviceGetTotalEnergyConsumption(struct device *device, unsigned
     return ask_long(device, __func__, "energy_mj", millijoules);
 }
 
+nvmlReturn_t nvmlDeviceGetPersistenceMode(struct device *device, unsigned int *mode) {
+    return ask_unsigned(device, __func__, "persistence_mode", mode);
+}
+
 nvmlReturn_t nvmlDeviceGetEccMode(struct device *device, unsigned int *current, unsigned int *pending) {
     nvmlReturn_t code = ask_unsigned(device, __func__, "ecc_mode", current);
     *pending = *current;

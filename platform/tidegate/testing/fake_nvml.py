@@ -65,6 +65,7 @@ H100 = {
     "reasons": "0x0",
     "power_limit_mw": "700000",
     "energy_mj": "81234567890",
+    "persistence_mode": "1",
     "ecc_mode": "1",
     "ecc.0.0": "0",
     "ecc.0.1": "0",

@@ -84,6 +84,8 @@ class NvmlSource:
         self._node = node
         self._clock = clock if clock is not None else SystemClock()
         self._open = False
+        self.driver = ""
+        """Its version, as the newest session was told; empty before there was one."""
         self._error: str | None = None
         self._retry_at_s = 0.0
         self._rest_s = _FIRST_RETRY_S
@@ -127,7 +129,8 @@ class NvmlSource:
     def _connect(self) -> None:
         connect(self._library)
         self._open = True
-        logger.info("NVML: driver %s answers", pynvml.nvmlSystemGetDriverVersion())
+        self.driver = str(pynvml.nvmlSystemGetDriverVersion())
+        logger.info("NVML: driver %s answers", self.driver)
 
     def _failed(self, cause: str, detail: str) -> Round:
         self.close()

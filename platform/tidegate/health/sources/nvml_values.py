@@ -252,6 +252,7 @@ MIDDLE = (
 
 _CORRECTED, _UNCORRECTED = pynvml.NVML_MEMORY_ERROR_TYPE_CORRECTED, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
 SLOW = (
+    one(Signal.GPU_PERSISTENCE, lambda handle: float(pynvml.nvmlDeviceGetPersistenceMode(handle))),
     one(Signal.GPU_ECC_ENABLED, lambda handle: float(pynvml.nvmlDeviceGetEccMode(handle)[0])),
     one(Signal.GPU_ECC_CORRECTED, _ecc(_CORRECTED, pynvml.NVML_VOLATILE_ECC)),
     one(Signal.GPU_ECC_UNCORRECTED, _ecc(_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)),
