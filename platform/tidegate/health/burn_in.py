@@ -23,6 +23,7 @@ from tidegate.health.burning import run_parts
 from tidegate.health.doctor import Found, disk, durable_write_speed, fabric, host, infiniband
 from tidegate.health.history import History
 from tidegate.health.judge import judge
+from tidegate.health.loopback import loopbacks
 from tidegate.health.marks import (
     Check,
     Marks,
@@ -35,6 +36,7 @@ from tidegate.health.marks import (
     temperatures,
 )
 from tidegate.health.readings import Reading, Round, Signal, Status
+from tidegate.health.sources.infiniband import InfinibandSource
 from tidegate.health.sources.nvml import NvmlSource
 from tidegate.ids import NodeId
 from tidegate.ports import free_port
@@ -94,6 +96,7 @@ def burn_node(
         checks += more
         checks += _of(gpus, node, temperatures(_celsius(seen), _celsius(_read(spec, node)), marks or marks_of(model)))
         checks += _host(spec, must=model != CPU)
+        checks += _loopbacks(spec, must=model != CPU)
     if deep and all(check.passed for check in checks):
         checks.append(_deep(node))
     took_s = time.monotonic() - began_s
@@ -322,6 +325,21 @@ def _host(spec: HealthSpec, *, must: bool) -> list[Check]:
         )
         for check in found
     ]
+
+
+def _loopbacks(spec: HealthSpec, *, must: bool) -> list[Check]:
+    program = shutil.which("ib_write_bw")
+    readings = InfinibandSource(Path(spec.sources.ib_root), node=NodeId("this node")).read().readings if must else ()
+    active = {r.subject for r in readings if r.signal is Signal.IB_PORT_STATE and r.value == 4}
+    infiniband = {r.subject for r in readings if r.signal is Signal.IB_PORT_ETHERNET and r.value == 0}
+    rates = {r.subject: r.value / 1e9 for r in readings if r.signal is Signal.IB_PORT_RATE and r.value}
+    ports = {port: rates[port] for port in sorted(active & infiniband) if port in rates}
+    if not ports:
+        return []
+    if program is None:
+        text = "ib_write_bw (package perftest) is not installed"
+        return [Check(name="InfiniBand loopback", subject="the node", passed=True, text=text)]
+    return loopbacks(program, ports)
 
 
 def _deep(node: NodeId) -> Check:
