@@ -26,7 +26,7 @@ PRINTED = """\
 """
 PROGRAM = """\
 #!{python}
-import socket, sys, time
+import socket, sys, threading
 words = sys.argv[1:]
 number, device = int(words[words.index("-p") + 1]), words[words.index("-d") + 1]
 if words[-1] != "127.0.0.1":
@@ -34,7 +34,7 @@ if words[-1] != "127.0.0.1":
         server.accept()[0].recv(1)
     sys.exit(0)
 if device == "mlx5_3":
-    time.sleep(60)
+    threading.Event().wait(60)
 if device == "mlx5_4":
     sys.exit("Couldn't create QP: Cannot allocate memory")
 with socket.create_connection(("127.0.0.1", number)):
