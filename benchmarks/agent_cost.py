@@ -99,6 +99,9 @@ class Nothing:
     def save(self, history: History) -> None:
         return None
 
+    def left_behind(self) -> None:
+        return None
+
 
 class Shelf:
     """Meters that work out the series, as often as those on Ray."""

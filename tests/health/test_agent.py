@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tidegate.arbiter.messages import Action, HealthReport, Seat
+from tidegate.arbiter.messages import Action, HealthReport, Seat, Verdict
 from tidegate.clock import SystemClock
 from tidegate.health.agent import HealthAgent, Reporter
 from tidegate.health.drills import Drill, DrillError
+from tidegate.health.examining import Examine
 from tidegate.health.feeds import Feed
 from tidegate.health.history import History
 from tidegate.health.memory import FileMemory
@@ -48,7 +49,8 @@ class Bench:
         self.node = node
         self.arbiter = MemoryArbiter()
         self.dials = Dials()
-        self.source = NvmlSource(str(library), node=node, middle_every_s=0.0)
+        self.library = str(library)
+        self.source = NvmlSource(self.library, node=node, middle_every_s=0.0)
         self.file = folder / "health.json"
 
     def agent(
@@ -59,6 +61,7 @@ class Bench:
         reporter: Reporter | None = None,
         source: Source | None = None,
         more: Sequence[Feed] = (),
+        examine: Examine | None = None,
     ) -> HealthAgent:
         return HealthAgent(
             node=self.node,
@@ -68,6 +71,7 @@ class Bench:
             memory=FileMemory(self.file, boot_id),
             meters=self.dials,
             clock=SystemClock(),
+            examine=examine,
         )
 
 
@@ -240,6 +244,56 @@ def test_a_verdict_outlives_the_agent_and_ends_with_the_boot(bench: Bench, state
         assert second.verdicts == first.verdicts
         rebooted = await ticks_until(bench.agent(boot_id="boot-2"), lambda report: report.gpus, "GPUs")
         assert rebooted.verdicts == ()
+
+    asyncio.run(story())
+
+
+def test_a_verdict_outlives_its_ray_node(bench: Bench, state: NvmlState) -> None:
+    """Ray that is started anew on a machine is a node of another id, with the same GPUs. A person's word counts for it
+    too: what was set healthy is not taken over once more."""
+
+    async def story() -> None:
+        state.set(3, "temp", 79)
+        first = await ticks_until(bench.agent(), rules, "the verdict")
+        state.set(3, "temp", 72)
+        bench.node, bench.file = NodeId("ee" * 28), bench.file.with_name("anew.json")
+        bench.source = NvmlSource(bench.library, node=bench.node, middle_every_s=0.0)
+        agent = bench.agent()
+        second = await ticks_until(agent, lambda report: report.gpus, "GPUs")
+        assert [(v.rule, v.gpu, v.node) for v in second.verdicts] == [
+            ("temperature", first.verdicts[0].gpu, bench.node)
+        ]
+        agent.set_healthy(uuid_of("node-a", 3))
+        third = await ticks_until(bench.agent(), lambda report: report.gpus, "GPUs")
+        assert third.verdicts == ()
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize(("examined", "held"), [(True, ["burn_in"]), (False, [])])
+def test_over_a_boot_what_was_out_is_examined_before_it_comes_back(
+    bench: Bench, state: NvmlState, examined: bool, held: list[str]
+) -> None:
+    asked = []
+
+    async def examine(verdict: Verdict, gpus: int) -> str:
+        asked.append((verdict.gpu, verdict.node, gpus))
+        return "its products are slow"
+
+    async def story() -> None:
+        agent = bench.agent()
+        await ticks_until(agent, lambda report: report.gpus, "GPUs")
+        state.set(0, "error", 15)
+        await ticks_until(agent, lambda report: rules(report) == ["gpu_lost"], "the lost GPU")
+        state.set(0, "error", 0)
+        bench.node, bench.file = NodeId("ee" * 28), bench.file.with_name("anew.json")
+        bench.source = NvmlSource(bench.library, node=bench.node, middle_every_s=0.0)
+        anew = bench.agent(boot_id="boot-2", examine=examine if examined else None)
+        report = await ticks_until(anew, lambda report: report.gpus, "GPUs")
+        assert [verdict.rule for verdict in report.verdicts] == held
+        if examined:
+            await until(lambda: asked, 10, "it is examined")
+            assert asked == [(uuid_of("node-a", 0), bench.node, 4)]
 
     asyncio.run(story())
 

@@ -26,7 +26,7 @@ from tidegate.health.judge import Judgement, judge
 from tidegate.health.latest import Latest
 from tidegate.health.listening import EVENT_FRESH_S
 from tidegate.health.readings import EVENTS, ListedGpu, Reading, Signal
-from tidegate.health.returns import RETRY_S, after_burn_in, awaiting, held_for_burn_in
+from tidegate.health.returns import RETRY_S, after_burn_in, awaiting, held_for_burn_in, inherited
 from tidegate.health.stopping import stop_a_rank
 from tidegate.ids import GpuId, NodeId
 from tidegate.spec.policy import HealthSpec
@@ -53,6 +53,10 @@ class Memory(Protocol):
     def load(self) -> History: ...
 
     def save(self, history: History) -> None: ...
+
+    def left_behind(self) -> tuple[History, bool] | None:
+        """A predecessor's, and whether the machine was booted since; None where there is nothing to take over."""
+        ...
 
 
 class Meters(Protocol):
@@ -105,6 +109,7 @@ class HealthAgent:
         self._examining: asyncio.Task[None] | None = None
         self._examine_next_s = 0.0
         self._history = memory.load()
+        self._left_behind = memory.left_behind()
         self._began_s = clock.now_s()
         self._latest = Latest(spec.period_s)
         self._events = EventFilter()
@@ -209,6 +214,7 @@ class HealthAgent:
                 continue
             if seen.gpus:
                 self._gpus = seen.gpus
+                self._inherit(now_s)
             for reading in self._latest.take(seen.readings, runner.feed.name, rank, now_s):
                 if reading.signal is Signal.GPU_XID:
                     told.append((runner.feed.name, runner.feed.lag_s, named(reading, self._gpus)))
@@ -218,6 +224,17 @@ class HealthAgent:
         kernel = self._latest.value(self._node, Signal.KMSG_ANSWERS, now_s, self._silent) is not None
         admitted = self._events.admit(told, kernel_answers=kernel, now_s=now_s)
         return readings + [event for event in admitted if self._is_news(event, now_s)]
+
+    def _inherit(self, now_s: float) -> None:
+        """Once, when the first GPUs are listed: what was known of them before this Ray node was."""
+        if self._left_behind is None:
+            return
+        (before, booted), self._left_behind = self._left_behind, None
+        gpus, examine = [gpu.uuid for gpu in self._gpus], self._examine is not None
+        taken = inherited(before, gpus, self._node, now_s, booted=booted, examine=examine)
+        self._history = self._history.with_older(taken)
+        # Now: whom a person sets healthy must not be taken over once more.
+        self._memory.save(self._history)
 
     def _is_news(self, event: Reading, now_s: float) -> bool:
         """What happened before this agent began is judged while it is fresh (rules take the same line, read anew, for

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -105,6 +105,30 @@ class History:
             traces={key: trace for key, trace in self.traces.items() if trace.subject not in gone},
             counts={key: count._replace(risen=()) if key[1] in gone else count for key, count in self.counts.items()},
             evicted_at_s={key: times for key, times in self.evicted_at_s.items() if key not in gone},
+        )
+
+    def of(self, subjects: Collection[str], node: NodeId) -> History:
+        """What is known of these GPUs, on a node that has another id now."""
+
+        def moved(trace: Trace) -> Trace:
+            standing = replace(trace.standing, node=node) if trace.standing is not None else None
+            return replace(trace, node=node, standing=standing)
+
+        return History(
+            traces={key: moved(trace) for key, trace in self.traces.items() if trace.subject in subjects},
+            counts={key: count for key, count in self.counts.items() if key[1] in subjects},
+            levels={key: level for key, level in self.levels.items() if key[1] in subjects},
+            evicted_at_s={subject: times for subject, times in self.evicted_at_s.items() if subject in subjects},
+        )
+
+    def with_older(self, other: History) -> History:
+        """This, and what the other knows beside it."""
+        return replace(
+            self,
+            traces={**other.traces, **self.traces},
+            counts={**other.counts, **self.counts},
+            levels={**other.levels, **self.levels},
+            evicted_at_s={**other.evicted_at_s, **self.evicted_at_s},
         )
 
     def after_reboot(self) -> History:

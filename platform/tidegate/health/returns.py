@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from tidegate.arbiter.messages import Action, Verdict, When
 from tidegate.health.history import BURN_IN, History, Key, Trace
-from tidegate.ids import GpuId
+from tidegate.ids import GpuId, NodeId
 
 RETRY_S = 600.0
 """From a burn-in that failed to the next."""
@@ -37,6 +37,18 @@ def held_for_burn_in(before: History, after: History, now_s: float, at_work: Col
             held = Trace(rule=BURN_IN, subject=whom, node=verdict.node, last_at_s=now_s, standing=due)
             traces[held.key] = held
     return after if len(traces) == len(after.traces) else replace(after, traces=traces)
+
+
+def inherited(
+    before: History, gpus: Collection[GpuId], node: NodeId, now_s: float, *, booted: bool, examine: bool
+) -> History:
+    """What an agent takes over of its predecessor's history, on a Ray node that has another id now: what stands against
+    these GPUs. A boot since then lifts what is latched, and where `examine` holds them for a burn-in."""
+    mine = before.of(gpus, node)
+    if not booted:
+        return mine
+    after = mine.after_reboot()
+    return held_for_burn_in(mine, after, now_s, at_work=()) if examine else after
 
 
 def awaiting(history: History) -> list[Verdict]:
