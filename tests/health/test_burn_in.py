@@ -7,7 +7,10 @@ import os
 from pathlib import Path
 
 import pytest
+from pydantic import TypeAdapter
 
+from tidegate.gang import fitness
+from tidegate.gang.burn_in import ask_examiner
 from tidegate.health.burn_in import CPU, Burned, burn_node, group_checks, is_untouched, judged, write_record
 from tidegate.health.burning import run_parts
 from tidegate.health.marks import (
@@ -154,6 +157,18 @@ def test_of_the_others_nothing_is_said_and_one_that_is_not_there_fails(
     assert failed(list(burn_node(spec, node, 1, deadline_s=60.0, only=[mine, absent]).checks)) == [
         ("inventory", absent)
     ]
+
+
+def test_what_a_gang_asks_for_is_understood_burned_and_judged(spec: HealthSpec, node: NodeId, state: NvmlState) -> None:
+    """Its coordinator and the examiner meet by JSON alone."""
+    state.set(1, "ecc_mode", "0")
+    mine = (uuid_of("node-a", 0), uuid_of("node-a", 1))
+    told = {"do": "burn", "spec": spec.model_dump_json(), "node": node, "slots": 2, "only": mine}
+    burned = ask_examiner(json.dumps(told), 60.0).burned
+    judged_too = ask_examiner(json.dumps({"do": "judge", "burned": [burned]}), 60.0).burned
+    checks = TypeAdapter(dict[NodeId, list[fitness.Check]]).validate_python(judged_too)
+    [failure] = fitness.failures({node: mine}, checks)
+    assert (failure.gpu, failure.reason) == (mine[1], f"ECC of {mine[1]}: off")
 
 
 def test_a_part_that_hangs_or_dies_is_a_failed_check(tmp_path: Path) -> None:
