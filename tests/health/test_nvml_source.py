@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import pynvml
 import pytest
 
 from tidegate.health.readings import MIDDLE_S, SLOW_S, Reading, Round, Signal, Status
 from tidegate.health.sources.nvml import NvmlSource
+from tidegate.health.sources.nvml_gpm import Activity
+from tidegate.health.sources.nvml_session import connect, disconnect
 from tidegate.ids import NodeId
 from tidegate.testing import fake_nvml
 from tidegate.testing.fake_clock import FakeClock
@@ -300,3 +304,25 @@ def test_memory_and_the_processes_that_own_to_it(source: NvmlSource, state: Nvml
     assert of(seen, Signal.GPU_PROCESSES, gpu(0)).value == 0
     assert of(seen, Signal.GPU_PROCESSES, gpu(1)).value == 3
     assert of(seen, Signal.GPU_PROCESSES, gpu(2)).status is Status.UNSUPPORTED
+
+
+def test_a_sample_that_comes_late_is_no_gpu_without_gpm(library: Path, state: NvmlState) -> None:
+    """On a busy machine the driver takes a sample long after it was asked for; the window begins then. Else the next
+    one comes too soon for the driver, and after three of those a GPU would be taken for one that has no GPM."""
+    connect(str(library))
+    try:
+        activity = Activity()
+        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+        causes: set[object] = set()
+        for _ in range(4):
+            activity.free()
+            state.set(0, "delay_ms", 95)
+            causes.update(activity.read(handle))
+            state.set(0, "delay_ms", 0)
+            began_s = time.monotonic()
+            while not isinstance(answer := activity.read(handle)[0], float) and time.monotonic() - began_s < 5:
+                causes.add(answer)
+            assert answer == 0.415
+        assert causes == {"NO_DATA"}
+    finally:
+        disconnect()

@@ -78,14 +78,15 @@ class Activity:
         self._older = self._newer = self._newer_at_s = self._request = None
 
     def _read(self, handle: Any) -> list[Answer]:
-        now_s = time.monotonic()
-        if self._newer_at_s is not None and now_s - self._newer_at_s < _MIN_WINDOW_S:
+        if self._newer_at_s is not None and time.monotonic() - self._newer_at_s < _MIN_WINDOW_S:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_NO_DATA)
         if self._request is None:
             self._allocate()
         pynvml.nvmlGpmSampleGet(handle, self._older)
         self._older, self._newer = self._newer, self._older
-        first, self._newer_at_s = self._newer_at_s is None, now_s
+        # Once it is taken: on a busy machine that may be long after it was asked for, and the window shorter than it
+        # looks is refused as if there were no GPM.
+        first, self._newer_at_s = self._newer_at_s is None, time.monotonic()
         if first:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_NO_DATA)
         self._request.sample1, self._request.sample2 = self._older, self._newer
