@@ -205,6 +205,16 @@ def test_nodes_are_compared_with_each_other() -> None:
     }
 
 
+def test_drivers_are_compared_within_a_model() -> None:
+    def burned(node: NodeId, model: str, driver: str) -> Burned:
+        return Burned(node=node, model=model, driver=driver, gpus=("G",), checks=(), measured=(), sums={}, took_s=1.0)
+
+    checks = judged([burned(A, "H100", "580.1"), burned(B, "H100", "580.1"), burned(C, "A100", "550.9")])
+    assert [failed(rows) for rows in checks.values()] == [[], [], []]
+    checks = judged([burned(A, "H100", "580.1"), burned(B, "H100", "580.1"), burned(C, "H100", "550.9")])
+    assert failed(checks[C]) == [("one driver", C)]
+
+
 def test_one_gang_has_one_driver() -> None:
     """The odd one out fails, and of as many each the older ones: whoever is upgraded node by node goes forward."""
     assert failed(one_driver({A: "580.65.06", B: "580.9.1", C: "580.65.06"})) == [("one driver", B)]

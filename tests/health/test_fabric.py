@@ -49,6 +49,11 @@ def test_acs_is_judged_where_it_can_be_read_and_on_bare_metal(tmp_path: Path) ->
     assert fabric.bridges(tmp_path, str(tmp_path / "none"))[0] is None
     (tmp_path / "proc/cpuinfo").write_text("processor\t: 0\nflags\t\t: fpu hypervisor avx2\n")
     assert fabric.bridges(tmp_path, lspci(tmp_path, LSPCI.format(ON)))[0] is None
+    (tmp_path / "proc/cpuinfo").write_text("processor\t: 0\nFeatures\t: fp asimd\n")
+    assert fabric.bridges(tmp_path, lspci(tmp_path, LSPCI.format(ON)))[0] is False
+    (tmp_path / "sys/class/dmi/id").mkdir(parents=True)
+    (tmp_path / "sys/class/dmi/id/product_name").write_text("KVM Virtual Machine\n")
+    assert fabric.bridges(tmp_path, lspci(tmp_path, LSPCI.format(ON)))[0] is None
 
 
 def test_peer_memory_by_module_or_by_dma_buf(tmp_path: Path) -> None:
@@ -73,6 +78,12 @@ def test_a_fabric_manager_is_needed_where_there_are_switches(tmp_path: Path) -> 
     (process / "comm").write_text("bash\n")
     assert fabric.fabric_manager(tmp_path) is None
     (device / "class").write_text("0x068000\n")
+    told = fabric.fabric_manager(tmp_path)
+    assert told is not None
+    assert told[0] is None, "a container: the host's processes can't be seen"
+    kernel = tmp_path / "proc/2"
+    kernel.mkdir()
+    (kernel / "comm").write_text("kthreadd\n")
     assert fabric.fabric_manager(tmp_path) == (False, "no nv-fabricmanager runs")
     (process / "comm").write_text("nv-fabricmanage\n")
     assert fabric.fabric_manager(tmp_path) == (True, "nv-fabricmanager runs")

@@ -96,7 +96,9 @@ def burn_node(
         checks += more
         checks += _of(gpus, node, temperatures(_celsius(seen), _celsius(_read(spec, node)), marks or marks_of(model)))
         checks += _host(spec, must=model != CPU)
-        checks += _loopbacks(spec, must=model != CPU)
+        # The ports are the whole node's: on one where other GPUs may be at work, traffic would disturb their gang.
+        if set(gpus) >= {gpu.uuid for gpu in seen.gpus}:
+            checks += _loopbacks(spec, must=model != CPU)
     if deep and all(check.passed for check in checks):
         checks.append(_deep(node))
     took_s = time.monotonic() - began_s
@@ -234,9 +236,11 @@ def judged(all_burned: Sequence[Burned], marks: Marks | None = None) -> dict[Nod
         for check in (*against_marks(named, marks or marks_of(model)), *alike(sums)):
             node, subject = check.subject.split("/", 1)
             checks[NodeId(node)].append(Check(name=check.name, subject=subject, passed=check.passed, text=check.text))
-    drivers = {burned.node: burned.driver for burned in all_burned if burned.driver}
-    for check in one_driver(drivers):
-        checks[NodeId(check.subject)].append(check)
+    # Failed before its products, a node tells no model: it is out already.
+    for model in sorted({burned.model for burned in all_burned if burned.model}):
+        drivers = {one.node: one.driver for one in all_burned if one.model == model and one.driver}
+        for check in one_driver(drivers):
+            checks[NodeId(check.subject)].append(check)
     return checks
 
 

@@ -188,8 +188,9 @@ def fabric(root: Path, *, needs_rdma: bool) -> Iterator[Check]:
     manager = fabric_manager(root)
     if manager is not None:
         runs, text = manager
-        fix = "" if runs else "systemctl enable --now nvidia-fabricmanager, of the driver's own version"
-        yield Check(name="fabric manager", found=Found.GOOD if runs else Found.WRONG, text=text, fix=fix)
+        fix = "systemctl enable --now nvidia-fabricmanager, of the driver's own version" if runs is False else ""
+        found = {True: Found.GOOD, False: Found.WRONG, None: Found.NOTE}[runs]
+        yield Check(name="fabric manager", found=found, text=text, fix=fix)
 
 
 def kernel_log(spec: HealthSpec) -> Check:

@@ -38,7 +38,13 @@ def is_virtual(root: Path) -> bool:
     except OSError:
         return False
     flags = next((line for line in text.splitlines() if line.startswith("flags")), "")
-    return "hypervisor" in flags.split()
+    # ARM has no such flag; its firmware names the machine.
+    try:
+        product = (root / "sys/class/dmi/id/product_name").read_text(encoding="utf-8", errors="replace").lower()
+    except OSError:
+        product = ""
+    guest = any(word in product for word in ("virtual", "kvm", "qemu", "vmware", "compute engine"))
+    return "hypervisor" in flags.split() or guest or (root / "sys/hypervisor/type").exists()
 
 
 def redirecting(text: str) -> list[str]:
@@ -74,10 +80,13 @@ def bridges(root: Path = Path("/"), program: str | None = None) -> tuple[bool | 
     return True, "no bridge redirects peer traffic"
 
 
-def fabric_manager(root: Path) -> tuple[bool, str] | None:
-    """Whether the machine's fabric manager runs; None where it has no NVSwitch of its own to manage."""
+def fabric_manager(root: Path) -> tuple[bool | None, str] | None:
+    """Whether the machine's fabric manager runs (its first None: that can't be told); None where the machine has no
+    NVSwitch of its own to manage."""
     if not any(_switches(root)):
         return None
+    if not (root / "proc/2/comm").exists() or (root / "proc/2/comm").read_text().strip() != "kthreadd":
+        return None, "a container, from which the host's processes can't be seen"
     for entry in (root / "proc").glob("[0-9]*/comm"):
         try:
             name = entry.read_text(encoding="utf-8").strip()

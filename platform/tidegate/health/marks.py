@@ -137,7 +137,12 @@ def one_driver(drivers: Mapping[NodeId, str]) -> list[Check]:
     counts = Counter(drivers.values())
     most = max(counts, key=lambda version: (counts[version], _ordered(version)))
     return [
-        Check(name="one driver", subject=node, passed=version == most, text=f"{version}, most nodes have {most}")
+        Check(
+            name="one driver",
+            subject=node,
+            passed=version == most,
+            text=f"{version}; install {most}, as most nodes have",
+        )
         for node, version in drivers.items()
     ]
 
