@@ -20,11 +20,10 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tidegate.arbiter.client import ArbiterClient
-from tidegate.arbiter.messages import JournalEntry
+from tidegate.arbiter.messages import Check, JournalEntry
 from tidegate.errors import TidegateError
 from tidegate.health.burn_in import CPU, Burned, burn_node, group_checks, judged, pair_part, write_record
 from tidegate.health.marks import (
-    Check,
     Measure,
     Measured,
     Pair,

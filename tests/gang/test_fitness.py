@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-
-from tidegate.arbiter.messages import Grant, GrantedNode
-from tidegate.gang import burn_in
-from tidegate.gang.burn_in import ask_examiner
-from tidegate.gang.fitness import Check, due, failures, out, passed
-from tidegate.health.marks import Check as HealthCheck
+from tidegate.arbiter.messages import Check, Grant, GrantedNode
+from tidegate.examiner import Answer, ask_examiner
+from tidegate.gang.fitness import due, failures, out, passed
 from tidegate.ids import ClaimId, Generation, GpuId, NodeId
 
 A, B = NodeId("node-a"), NodeId("node-b")
@@ -67,14 +63,10 @@ def test_a_node_that_was_not_examined_has_neither_passed_nor_failed() -> None:
     assert failures(ASKED, {B: [check(B0, good=True)]}) == ()
 
 
-def test_a_check_is_what_the_examiner_tells() -> None:
-    assert [f.name for f in dataclasses.fields(Check)] == [f.name for f in dataclasses.fields(HealthCheck)]
-
-
 def test_the_examiner_answers_and_an_error_of_its_own_is_no_finding() -> None:
-    assert ask_examiner('{"do": "judge", "burned": []}', 60.0).burned == {}
+    assert ask_examiner('{"do": "judge", "burned": []}', 60.0).said == {}
     broken = ask_examiner('{"do": "burn"}', 60.0)
-    assert broken.burned is None
+    assert broken.said is None
     assert broken.late is None
     assert "KeyError" in (broken.error or "")
-    assert ask_examiner("{}", 0.01) == burn_in.Answer(late="no end within 0.01 s")
+    assert ask_examiner("{}", 0.01) == Answer(late="no end within 0.01 s")

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from pydantic import TypeAdapter
 
+from tidegate.arbiter.messages import Check
+from tidegate.examiner import ask_examiner
 from tidegate.gang import fitness
-from tidegate.gang.burn_in import ask_examiner
 from tidegate.health.burn_in import CPU, Burned, burn_node, group_checks, is_untouched, judged, write_record
 from tidegate.health.burning import run_parts
 from tidegate.health.marks import (
-    Check,
     Marks,
     Measure,
     Measured,
@@ -164,9 +164,9 @@ def test_what_a_gang_asks_for_is_understood_burned_and_judged(spec: HealthSpec, 
     state.set(1, "ecc_mode", "0")
     mine = (uuid_of("node-a", 0), uuid_of("node-a", 1))
     told = {"do": "burn", "spec": spec.model_dump_json(), "node": node, "slots": 2, "only": mine}
-    burned = ask_examiner(json.dumps(told), 60.0).burned
-    judged_too = ask_examiner(json.dumps({"do": "judge", "burned": [burned]}), 60.0).burned
-    checks = TypeAdapter(dict[NodeId, list[fitness.Check]]).validate_python(judged_too)
+    burned = ask_examiner(json.dumps(told), 60.0).said
+    judged_too = ask_examiner(json.dumps({"do": "judge", "burned": [burned]}), 60.0).said
+    checks = TypeAdapter(dict[NodeId, list[Check]]).validate_python(judged_too)
     [failure] = fitness.failures({node: mine}, checks)
     assert (failure.gpu, failure.reason) == (mine[1], f"ECC of {mine[1]}: off")
 

@@ -240,6 +240,18 @@ class ReplicaReport:
     pool: PoolName | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One line of a node's burn-in."""
+
+    name: str
+    subject: str
+    """A GPU, the node, or a pair."""
+    passed: bool
+    text: str
+    """What was found, and what it must be."""
+
+
 # --- gangs ------------------------------------------------------------------------------------------------------
 
 

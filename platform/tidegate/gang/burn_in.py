@@ -9,13 +9,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -23,19 +18,17 @@ from pydantic import TypeAdapter
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tidegate.arbiter.client import BACK_WITHIN_S, ArbiterClient
-from tidegate.arbiter.messages import Grant, JournalEntry
+from tidegate.arbiter.messages import Check, Grant, JournalEntry
 from tidegate.errors import NoArbiterError, UnknownSubjectError
+from tidegate.examiner import PARTS, Answer, ask_examiner
 from tidegate.gang.events import Event, Evicted
-from tidegate.gang.fitness import Asked, Check, Failure, due, failures, out, passed
+from tidegate.gang.fitness import Asked, Failure, due, failures, out, passed
 from tidegate.gang.shape import Gang, Note
 from tidegate.ids import ClaimId, GpuId, NodeId, Tier
 from tidegate.spec.policy import HealthSpec
 
 log = logging.getLogger(__name__)
 
-EXAMINER = (sys.executable, "-m", "tidegate.health.burn_in")
-PARTS = 4
-"""Products, sums and looks, each with the policy's deadline."""
 START_S = 60.0
 """For Ray to start it on a node, beside all that."""
 JUDGED_WITHIN_S = 60.0
@@ -45,16 +38,6 @@ let through."""
 REGRANT_WAIT_S = 10.0
 """What failed is told to the arbiter, and its next grant is without it; the gang starts without it in any case."""
 _CHECKS = TypeAdapter(dict[NodeId, list[Check]])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """How a node's examination came out: one of the three."""
-
-    burned: Any = None
-    """As the examiner's JSON has it."""
-    late: str | None = None
-    error: str | None = None
 
 
 class BurnIn:
@@ -106,7 +89,7 @@ class BurnIn:
         await self._say(asked, f"burn-in: {why}", state="began")
         limit_s = PARTS * self._spec.burn_in.deadline_s
         answers = dict(zip(asked, await asyncio.gather(*self._sent(grant, asked, limit_s)), strict=True))
-        burned = {node: answer.burned for node, answer in answers.items() if answer.burned is not None}
+        burned = {node: answer.said for node, answer in answers.items() if answer.said is not None}
         judged = await self._judge({**self._burned, **burned}) if burned else {}
         checks = {node: judged[node] for node in burned}
         for node, answer in answers.items():
@@ -161,9 +144,9 @@ class BurnIn:
     async def _judge(self, burned: Mapping[NodeId, Any]) -> dict[NodeId, list[Check]]:
         told = json.dumps({"do": "judge", "burned": list(burned.values())})
         answer = await asyncio.to_thread(ask_examiner, told, JUDGED_WITHIN_S)
-        if answer.burned is None:
+        if answer.said is None:
             raise RuntimeError(answer.error or answer.late)
-        return _CHECKS.validate_python(answer.burned)
+        return _CHECKS.validate_python(answer.said)
 
     async def _take_out(self, failure: Failure, took_s: float) -> None:
         reason = f"burn-in before {self._claim} failed: {failure.reason}"
@@ -217,24 +200,3 @@ async def _answer(reference: Any, within_s: float) -> Answer:
 def examined(told: str, limit_s: float) -> Answer:
     """A Ray task, on the node."""
     return ask_examiner(told, limit_s)
-
-
-def ask_examiner(told: str, limit_s: float) -> Answer:
-    """Blocks for at most `limit_s`; whoever hangs in the driver then may stay, and is not waited for."""
-    process = subprocess.Popen(
-        EXAMINER,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        said, error = process.communicate(told, timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        return Answer(late=f"no end within {limit_s:g} s")
-    if process.returncode != 0:
-        last = error.strip().splitlines()[-1:] or [""]
-        return Answer(error=f"exit code {process.returncode}: {last[0]}")
-    return Answer(burned=json.loads(said.splitlines()[-1]))

@@ -5,22 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from tidegate.arbiter.messages import Grant
+from tidegate.arbiter.messages import Check, Grant
 from tidegate.ids import GpuId, NodeId
 
 Asked = Mapping[NodeId, tuple[GpuId, ...]]
 """The GPUs of each node that are examined."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
-    """One line of a node's burn-in, as its process tells it."""
-
-    name: str
-    subject: str
-    """A GPU; anything else is the node."""
-    passed: bool
-    text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from tidegate.arbiter.messages import Action
+from tidegate.arbiter.messages import Action, Check
 from tidegate.clock import SystemClock
 from tidegate.health.burning import run_parts
 from tidegate.health.doctor import Found, disk, durable_write_speed, fabric, host, infiniband
@@ -25,7 +25,6 @@ from tidegate.health.history import History
 from tidegate.health.judge import judge
 from tidegate.health.loopback import loopbacks
 from tidegate.health.marks import (
-    Check,
     Marks,
     Measure,
     Measured,

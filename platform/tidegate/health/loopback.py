@@ -6,9 +6,9 @@ import re
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 
-from tidegate.health.marks import Check
+from tidegate.arbiter.messages import Check
 from tidegate.ports import free_port
 
 SECONDS = 3
@@ -25,12 +25,6 @@ FLOOR_SHARE = 0.9
 _ROW = re.compile(r"^\s*\d+\s+\d+\s+[\d.]+\s+([\d.]+)\s+[\d.]+\s*$", re.MULTILINE)
 
 
-@dataclass(frozen=True, slots=True)
-class _Try:
-    gbits: float | None
-    why: str
-
-
 def floor_gbits(rate_gbits: float) -> float:
     return FLOORS_GBITS.get(rate_gbits, FLOOR_SHARE * rate_gbits)
 
@@ -42,40 +36,35 @@ def average_gbits(text: str) -> float | None:
 
 
 def loopbacks(program: str, rates_gbits: Mapping[str, float], deadline_s: float = DEADLINE_S) -> list[Check]:
-    """A check for each port, `mlx5_0/1`, with its rate in Gbit/s. Blocks for a few seconds, at most `deadline_s`."""
+    """A check for each port, `mlx5_0/1`, with its rate in Gbit/s. All at once; blocks for at most `deadline_s`."""
     ends_s = time.monotonic() + deadline_s
-    servers = {port: _start(program, port) for port in rates_gbits}
-    clients = {port: (*server, _client(program, port, server[1])) for port, server in servers.items()}
-    checks = []
-    for port, (server, number, client) in clients.items():
-        seen = _end(client, ends_s)
-        for _ in range(TRIES - 1):
-            if seen.gbits is not None or "connect" not in seen.why or time.monotonic() > ends_s:
+    with ThreadPoolExecutor(max(len(rates_gbits), 1)) as threads:
+        return list(threads.map(lambda port: _check(program, port, rates_gbits[port], ends_s), rates_gbits))
+
+
+def _check(program: str, port: str, rate_gbits: float, ends_s: float) -> Check:
+    gbits, why = _measured(program, port, ends_s)
+    least = floor_gbits(rate_gbits)
+    text = why if gbits is None else f"{gbits:.1f} Gbit/s, at least {least:g}"
+    good = gbits is not None and gbits >= least
+    return Check(name="InfiniBand loopback", subject=port, passed=good, text=text)
+
+
+def _measured(program: str, port: str, ends_s: float) -> tuple[float | None, str]:
+    """Gbit/s, or why there are none."""
+    device, _, index = port.partition("/")
+    options = ["-d", device, "-i", index or "1", "-p", str(free_port()), "-D", str(SECONDS), "-F", "--report_gbits"]
+    server = _popen([program, *options])
+    try:
+        for _ in range(TRIES):
+            time.sleep(SERVER_LISTENS_S)
+            gbits, why = _end(_popen([program, *options, "127.0.0.1"]), ends_s)
+            if gbits is not None or "connect" not in why or time.monotonic() > ends_s:
                 break
-            seen = _end(_client(program, port, number), ends_s)
+        return gbits, why
+    finally:
         server.kill()
         server.communicate()
-        least = floor_gbits(rates_gbits[port])
-        good = seen.gbits is not None and seen.gbits >= least
-        text = seen.why if seen.gbits is None else f"{seen.gbits:.1f} Gbit/s, at least {least:g}"
-        checks.append(Check(name="InfiniBand loopback", subject=port, passed=good, text=text))
-    return checks
-
-
-def _command(program: str, port: str, number: int) -> list[str]:
-    device, _, index = port.partition("/")
-    options = ["-d", device, "-i", index or "1", "-p", str(number), "-D", str(SECONDS), "-F", "--report_gbits"]
-    return [program, *options]
-
-
-def _start(program: str, port: str) -> tuple[subprocess.Popen[str], int]:
-    number = free_port()
-    return _popen(_command(program, port, number)), number
-
-
-def _client(program: str, port: str, number: int) -> subprocess.Popen[str]:
-    time.sleep(SERVER_LISTENS_S)
-    return _popen([*_command(program, port, number), "127.0.0.1"])
 
 
 def _popen(command: Sequence[str]) -> subprocess.Popen[str]:
@@ -84,15 +73,15 @@ def _popen(command: Sequence[str]) -> subprocess.Popen[str]:
     )
 
 
-def _end(client: subprocess.Popen[str], ends_s: float) -> _Try:
+def _end(client: subprocess.Popen[str], ends_s: float) -> tuple[float | None, str]:
     try:
         said, _ = client.communicate(timeout=max(0.1, ends_s - time.monotonic()))
     except subprocess.TimeoutExpired:
         client.kill()
         client.communicate()
-        return _Try(None, "ib_write_bw has not ended in time")
+        return None, "ib_write_bw has not ended in time"
     gbits = average_gbits(said)
     if client.returncode != 0 or gbits is None:
         last = said.strip().splitlines()[-1:] or [f"exit code {client.returncode}"]
-        return _Try(None, f"ib_write_bw: {last[0].strip()}")
-    return _Try(gbits, "")
+        return None, f"ib_write_bw: {last[0].strip()}"
+    return gbits, ""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
 
+from tidegate.arbiter.messages import Check
 from tidegate.ids import NodeId
 
 
@@ -74,18 +75,6 @@ MARKS: Mapping[str, Marks] = MappingProxyType(
 
 def marks_of(model: str) -> Marks:
     return next(marks for part, marks in MARKS.items() if part in model)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
-    """One line of a node's record."""
-
-    name: str
-    subject: str
-    """A GPU, the node, or a pair."""
-    passed: bool
-    text: str
-    """What was found, and what it must be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
