@@ -25,7 +25,7 @@ from tidegate.data.parts import from_bytes, to_bytes
 from tidegate.data.preparation import Preparation, Settings
 from tidegate.data.sources import Split
 from tidegate.errors import DataError
-from tidegate.processes import start_undertaker
+from tidegate.processes import undertaken
 
 MARK = "TIDEGATE_PREPARE"
 """In the environment of a Ray of its own."""
@@ -145,24 +145,12 @@ def connected(address: str) -> Iterator[None]:
     with ExitStack() as ending:
         if own is not None:
             ending.callback(shutil.rmtree, own, ignore_errors=True)
-            ending.enter_context(undertaken(own))
+            # By itself Ray would go on for a minute after this process was killed.
+            ending.enter_context(undertaken(MARK, own))
         ending.callback(ray.shutdown)
         ray.init(address=address, namespace="tidegate", log_to_driver=False, **alone)
         ray.data.DataContext.get_current().enable_progress_bars = False
         yield
-
-
-@contextmanager
-def undertaken(mark: str) -> Iterator[None]:
-    """Ray ends with this process though it be killed outright: by itself it would go on for a minute."""
-    os.environ[MARK] = mark
-    undertaker = start_undertaker(MARK, mark)
-    try:
-        yield
-    finally:
-        assert undertaker.stdin is not None
-        undertaker.stdin.close()
-        undertaker.wait()
 
 
 # --- the job ----------------------------------------------------------------------------------------------------

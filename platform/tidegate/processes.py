@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 AGENT_MARK = "TIDEGATE_AGENT"
@@ -105,6 +105,20 @@ def start_undertaker(variable: str, value: str) -> subprocess.Popen[bytes]:
         # What kills its starter's process group must not kill it.
         start_new_session=True,
     )
+
+
+@contextlib.contextmanager
+def undertaken(variable: str, value: str) -> Iterator[None]:
+    """Whatever this process starts inside carries the mark, and ends with the block, or with this process though it be
+    killed outright."""
+    os.environ[variable] = value
+    undertaker = start_undertaker(variable, value)
+    try:
+        yield
+    finally:
+        assert undertaker.stdin is not None
+        undertaker.stdin.close()
+        undertaker.wait()
 
 
 def _is_spared(pid: int, parent: int | None) -> bool:

@@ -36,7 +36,7 @@ from tidegate.gang.stacks import py_spy, stacks_of
 from tidegate.gang.warm_node import no_main_module, use_warm
 from tidegate.ids import Generation, NodeId
 from tidegate.ports import free_port
-from tidegate.processes import AGENT_MARK, end_carriers, process_began_s, start_undertaker
+from tidegate.processes import AGENT_MARK, end_carriers, process_began_s, undertaken
 from tidegate.train.config import RunConfig
 
 log = logging.getLogger(__name__)
@@ -109,35 +109,34 @@ class NodeAgent:
             StaleAgentError: another agent speaks for this node.
         """
         began_s = time.time()
-        os.environ[AGENT_MARK] = self.name
-        undertaker = start_undertaker(AGENT_MARK, self.name)
-        warm = use_warm(self.node)
-        context = multiprocessing.get_context("forkserver")
-        if self.job.config.checkpoint.ram_every_steps is not None:
-            self._copies = NodeCopies(self.node, self.job.config.name, Path(self.job.run_dir), self.job.secret)
-        self._stacks_dir = Path(tempfile.mkdtemp(prefix="tidegate-stacks-"))
-        try:
-            self._join({"process_at_s": process_began_s(), "began_at_s": began_s, "warm": float(warm)})
-            self._bell = Bell(self._wait_for_news, self.job.heartbeat_s)
-            while True:
-                reply = self._beat()
-                self._bell.taken_in()
-                if reply is not None and self._obey(reply, context):
-                    self._kill()
-                    if self._copies is not None:
-                        self._copies.forget()
-                    return
-                self._wait()
-        finally:
-            self._kill()
-            if self._bell is not None:
-                self._bell.close()
-            shutil.rmtree(self._stacks_dir, ignore_errors=True)
-            if self._copies is not None:
-                self._copies.close()
-            assert undertaker.stdin is not None
-            undertaker.stdin.close()  # it ends what is left and carries our mark, a forkserver of our own too
-            undertaker.wait()
+        with undertaken(AGENT_MARK, self.name):  # it ends what the ranks leave, and a forkserver of our own too
+            warm = use_warm(self.node)
+            if self.job.config.checkpoint.ram_every_steps is not None:
+                self._copies = NodeCopies(self.node, self.job.config.name, Path(self.job.run_dir), self.job.secret)
+            self._stacks_dir = Path(tempfile.mkdtemp(prefix="tidegate-stacks-"))
+            try:
+                self._join({"process_at_s": process_began_s(), "began_at_s": began_s, "warm": float(warm)})
+                self._lead(multiprocessing.get_context("forkserver"))
+            finally:
+                self._kill()
+                if self._bell is not None:
+                    self._bell.close()
+                shutil.rmtree(self._stacks_dir, ignore_errors=True)
+                if self._copies is not None:
+                    self._copies.close()
+
+    def _lead(self, context: Any) -> None:
+        """Beat for beat, until the gang has ended or left."""
+        self._bell = Bell(self._wait_for_news, self.job.heartbeat_s)
+        while True:
+            reply = self._beat()
+            self._bell.taken_in()
+            if reply is not None and self._obey(reply, context):
+                self._kill()
+                if self._copies is not None:
+                    self._copies.forget()
+                return
+            self._wait()
 
     def _join(self, times: dict[str, float]) -> None:
         """Until it is confirmed: a gang that doesn't know of this agent would not watch its ranks (C042)."""
