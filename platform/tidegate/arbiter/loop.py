@@ -134,7 +134,8 @@ class ArbiterLoop:
         return self.decision
 
     def view(self) -> View:
-        since_s = self._overflow_since_s
+        since_s, now_s, health = self._overflow_since_s, self.clock.now_s(), self.policy.health
+        heard_s = {node: at_s for node, at_s in self.heard_s.copy().items() if node in self.seen.nodes}
         return View(
             nodes=self.seen.nodes,
             pools=self.seen.pools,
@@ -148,10 +149,10 @@ class ArbiterLoop:
             gangs_gone=self.seen.gangs_gone,
             replicas=dict(self.replicas),
             load=self._load(),
-            silent_since_s=self._silent_since_s(self.policy.health.agent_silent_after_s),
-            unheard=frozenset(self._silent_since_s(MISSED_BEATS * self.policy.health.period_s)),
-            up_for_s=self.clock.now_s() - self._began_s,
-            overflow_for_s=0.0 if since_s is None else self.clock.now_s() - since_s,
+            silent_since_s=_silent_since_s(heard_s, now_s - health.agent_silent_after_s),
+            unheard=frozenset(_silent_since_s(heard_s, now_s - MISSED_BEATS * health.period_s)),
+            up_for_s=now_s - self._began_s,
+            overflow_for_s=0.0 if since_s is None else now_s - since_s,
         )
 
     # What people and rooms ask for
@@ -195,18 +196,10 @@ class ArbiterLoop:
         self.heard_s[report.node] = self.clock.now_s()
         return self.seats_at(report)
 
-    def _silent_since_s(self, limit_s: float) -> dict[NodeId, float]:
-        """Nodes whose agents have been silent for longer, and since when. Empty where nobody at all is heard: then it
-        is the arbiter that does not hear."""
-        now_s = self.clock.now_s()
-        here = {node: at_s for node, at_s in self.heard_s.copy().items() if node in self.seen.nodes}
-        silent = {node: at_s for node, at_s in here.items() if now_s - at_s > limit_s}
-        return silent if len(silent) < len(here) else {}
-
     def report_gang(self, report: GangReport) -> GangOrders:
         before = self.gangs.get(report.claim)
         self.gangs[report.claim] = report
-        self._seats.tell(report)
+        self._seats.tell(before, report)
         if before is None or (before.phase, before.gang_generation) != (report.phase, report.gang_generation):
             self.note(
                 JournalEntry(
@@ -224,6 +217,7 @@ class ArbiterLoop:
         now_s = self.clock.now_s()
         return self._seats.at(
             [gpu.uuid for gpu in report.gpus],
+            self.gangs,
             # A copy: a tick, in its own thread, may forget some.
             lambda: [self.health[node] for node, at_s in self.heard_s.copy().items() if now_s - at_s <= SILENT_S],
             now_s,
@@ -414,6 +408,13 @@ class ArbiterLoop:
             self._overflow_since_s = None
         elif self._overflow_since_s is None:
             self._overflow_since_s = now_s
+
+
+def _silent_since_s(heard_s: Mapping[NodeId, float], before_s: float) -> dict[NodeId, float]:
+    """Nodes that were heard last before then, and when. Empty where that is all of them: then it is the arbiter that
+    does not hear."""
+    silent = {node: at_s for node, at_s in heard_s.items() if at_s < before_s}
+    return silent if len(silent) < len(heard_s) else {}
 
 
 def _orders(name: ClaimId, claim: Claim | None) -> GangOrders:

@@ -27,33 +27,38 @@ class _Known:
 
 @dataclass(slots=True)
 class Seats:
-    _gangs: dict[ClaimId, GangReport] = field(init=False, default_factory=dict)
     _claims: dict[GpuId, ClaimId] = field(init=False, default_factory=dict)
+    """Whose rank stands on a GPU."""
     _known: dict[ClaimId, _Known] = field(init=False, default_factory=dict)
 
-    def tell(self, report: GangReport) -> None:
-        before = self._gangs.get(report.claim)
+    def tell(self, before: GangReport | None, report: GangReport) -> None:
+        """A gang's report, and the one before it."""
         if before is None or before.gpus != report.gpus:
             if before is not None:
                 self.forget(before)
             self._claims.update(dict.fromkeys(report.gpus, report.claim))
-        self._gangs[report.claim] = report
 
     def forget(self, report: GangReport) -> None:
         """This gang, as it reported last."""
-        self._gangs.pop(report.claim, None)
         self._known.pop(report.claim, None)
         for gpu in report.gpus:
             if self._claims.get(gpu) == report.claim:
                 del self._claims[gpu]
 
-    def at(self, gpus: Iterable[GpuId], fresh: Callable[[], Iterable[HealthReport]], now_s: float) -> dict[GpuId, Seat]:
+    def at(
+        self,
+        gpus: Iterable[GpuId],
+        gangs: Mapping[ClaimId, GangReport],
+        fresh: Callable[[], Iterable[HealthReport]],
+        now_s: float,
+    ) -> dict[GpuId, Seat]:
         """Of these GPUs those on which gangs compute now. GPUs of one gang should do equally well, so each is told how
-        the whole gang does. `fresh`: the agents' reports of late, asked for once a second for each gang."""
+        the whole gang does. `gangs`: their newest reports; `fresh`: the agents' of late, asked for once a second for
+        each gang."""
         found = {}
         for gpu in gpus:
             claim = self._claims.get(gpu)
-            gang = self._gangs.get(claim) if claim is not None else None
+            gang = gangs.get(claim) if claim is not None else None
             if gang is not None and gang.phase is GangPhase.RUNNING and now_s - gang.at_s <= SILENT_S:
                 found[gpu] = self._seat(gang, gpu, fresh, now_s)
         return found
