@@ -13,9 +13,10 @@ from ray import serve
 from tidegate.serve.about import look_at
 from tidegate.serve.admission import Limits, parse_size
 from tidegate.serve.gateway import Gateway
-from tidegate.serve.options import Compile, EngineOptions
+from tidegate.serve.options import EngineOptions
 from tidegate.serve.pools import images_plan
 from tidegate.spec.load import load_policy
+from tidegate.train.config import Compile
 
 # No `from __future__ import annotations` here: Serve reads `build`'s annotation to check the arguments.
 

@@ -74,6 +74,11 @@ class Bench:
             examine=examine,
         )
 
+    def start_ray_anew(self) -> None:
+        """The same machine and its GPUs, as a node of another id."""
+        self.node, self.file = NodeId("ee" * 28), self.file.with_name("anew.json")
+        self.source = NvmlSource(self.library, node=self.node, middle_every_s=0.0)
+
 
 @pytest.fixture
 def bench(node: NodeId, library: Path, state: NvmlState, tmp_path: Path) -> Bench:
@@ -90,6 +95,16 @@ async def ticks_until(agent: HealthAgent, seen: Callable[[HealthReport], object]
 
     await until(shown, 10, f"a report shows {what}")
     return reports[-1]
+
+
+async def one_that_lost_a_gpu(bench: Bench, state: NvmlState) -> HealthAgent:
+    """An agent with a verdict on the first GPU, which answers again."""
+    agent = bench.agent()
+    await ticks_until(agent, lambda report: report.gpus, "GPUs")
+    state.set(0, "error", 15)
+    await ticks_until(agent, lambda report: rules(report) == ["gpu_lost"], "the lost GPU")
+    state.set(0, "error", 0)
+    return agent
 
 
 def readers() -> int:
@@ -256,8 +271,7 @@ def test_a_verdict_outlives_its_ray_node(bench: Bench, state: NvmlState) -> None
         state.set(3, "temp", 79)
         first = await ticks_until(bench.agent(), rules, "the verdict")
         state.set(3, "temp", 72)
-        bench.node, bench.file = NodeId("ee" * 28), bench.file.with_name("anew.json")
-        bench.source = NvmlSource(bench.library, node=bench.node, middle_every_s=0.0)
+        bench.start_ray_anew()
         agent = bench.agent()
         second = await ticks_until(agent, lambda report: report.gpus, "GPUs")
         assert [(v.rule, v.gpu, v.node) for v in second.verdicts] == [
@@ -281,13 +295,8 @@ def test_over_a_boot_what_was_out_is_examined_before_it_comes_back(
         return "its products are slow"
 
     async def story() -> None:
-        agent = bench.agent()
-        await ticks_until(agent, lambda report: report.gpus, "GPUs")
-        state.set(0, "error", 15)
-        await ticks_until(agent, lambda report: rules(report) == ["gpu_lost"], "the lost GPU")
-        state.set(0, "error", 0)
-        bench.node, bench.file = NodeId("ee" * 28), bench.file.with_name("anew.json")
-        bench.source = NvmlSource(bench.library, node=bench.node, middle_every_s=0.0)
+        await one_that_lost_a_gpu(bench, state)
+        bench.start_ray_anew()
         anew = bench.agent(boot_id="boot-2", examine=examine if examined else None)
         report = await ticks_until(anew, lambda report: report.gpus, "GPUs")
         assert [verdict.rule for verdict in report.verdicts] == held
@@ -314,11 +323,7 @@ def test_a_verdict_is_lifted_when_the_gpu_has_been_cool_for_long_enough(bench: B
 
 def test_a_person_can_set_a_lost_gpu_healthy(bench: Bench, state: NvmlState) -> None:
     async def story() -> None:
-        agent = bench.agent()
-        await ticks_until(agent, lambda report: report.gpus, "GPUs")
-        state.set(0, "error", 15)
-        await ticks_until(agent, lambda report: rules(report) == ["gpu_lost"], "the lost GPU")
-        state.set(0, "error", 0)
+        agent = await one_that_lost_a_gpu(bench, state)
         await agent.tick()
         assert rules(await agent.tick()) == ["gpu_lost"]
         agent.set_healthy(uuid_of("node-a", 0))

@@ -85,16 +85,19 @@ def fabric_manager(root: Path) -> tuple[bool | None, str] | None:
     NVSwitch of its own to manage."""
     if not any(_switches(root)):
         return None
-    if not (root / "proc/2/comm").exists() or (root / "proc/2/comm").read_text().strip() != "kthreadd":
+    if _program(root / "proc/2") != "kthreadd":
         return None, "a container, from which the host's processes can't be seen"
-    for entry in (root / "proc").glob("[0-9]*/comm"):
-        try:
-            name = entry.read_text(encoding="utf-8").strip()
-        except OSError:  # it has ended meanwhile
-            continue
-        if name.startswith("nv-fabricmanage"):  # the kernel keeps 15 characters
-            return True, "nv-fabricmanager runs"
+    if any(_program(process).startswith("nv-fabricmanage") for process in (root / "proc").glob("[0-9]*")):
+        return True, "nv-fabricmanager runs"
     return False, "no nv-fabricmanager runs"
+
+
+def _program(process: Path) -> str:
+    """The name of its program, of which the kernel keeps 15 characters; empty where it has ended."""
+    try:
+        return (process / "comm").read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
 
 
 def _switches(root: Path) -> Iterator[Path]:

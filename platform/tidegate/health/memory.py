@@ -26,18 +26,15 @@ class FileMemory:
 
     def __init__(self, path: Path, boot_id: str | None = None) -> None:
         self._path = path
-        self._is_new = not path.exists()
         self._boot_id = boot_id if boot_id is not None else _BOOT_ID.read_text(encoding="ascii").strip()
 
     def left_behind(self) -> tuple[History, bool] | None:
         """What the agent remembered that was here before this one, and whether the machine was booted since; None where
         this one has a memory of its own. A Ray node that is started anew has another id; its GPUs haven't."""
-        if not self._is_new:
+        if self._path.exists():
             return None
         others = sorted(self._path.parent.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
         for path in others:
-            if path == self._path:
-                continue
             try:
                 remembered = _Remembered.model_validate_json(path.read_bytes())
             except (OSError, ValidationError):

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from tidegate.serve.work import Size
-
-Compile = Literal["none", "inductor", "aot_eager"]
-"""torch.compile's backend: `inductor` for speed, `aot_eager` to see that it can be compiled."""
+from tidegate.train.config import Compile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -126,6 +126,8 @@ class OptimizerSpec(Model):
 Shift: TypeAlias = Annotated[float, Field(gt=0)] | Literal["resolution"]
 Precision: TypeAlias = Literal["float32", "bfloat16"]
 Float8: TypeAlias = Literal["none", "tensorwise", "rowwise"]
+Compile: TypeAlias = Literal["none", "inductor", "aot_eager"]
+"""torch.compile's backend: `inductor` for speed, `aot_eager` to see that it can be compiled."""
 Recompute: TypeAlias = Literal["none", "selective", "full"]
 
 
@@ -289,7 +291,7 @@ class RunConfig(Model):
     """8-bit matrix products in the blocks (`tidegate.train.float8`): one scale for a tensor, or one for each row."""
     activation_checkpointing: Recompute = "none"
     """What of a block is computed again in the backward pass instead of kept: nothing, what is cheap, or all."""
-    compile: Literal["none", "inductor", "aot_eager"] = "none"
+    compile: Compile = "none"
     """`torch.compile` of each block with this backend: `inductor` for speed, `aot_eager` to see that it can be."""
     peak_tflops: Annotated[float, Field(gt=0)] | None = None
     """What one device could do, for MFU; null: by the device's name, where it is known (`tidegate.train.flops`)."""

@@ -109,7 +109,7 @@ class _Drama:
         self.client = SteadyClient(self.stage.url, MODEL, self.client_log)
         self.client.start()
         self.judge("before")
-        self.pause(8.0 if self.stage.steps is None else 2.0)
+        self.show_for(8.0)
 
     # --- Act 2 ---------------------------------------------------------------------------------------------------
 
@@ -158,7 +158,7 @@ class _Drama:
     def epilogue(self) -> None:
         self.screen.act(f"Epilogue: {10 * PER_CLASS} digits are asked for and judged")
         self.judge("after")
-        self.pause(4.0 if self.stage.steps is None else 1.0)
+        self.show_for(4.0)
         assert self.client is not None
         self.client.stop()
         self.moments["ended_at_s"] = time.time()
@@ -208,8 +208,12 @@ class _Drama:
         """
         wait_for(self.look, condition, deadline_s, what)
 
+    def show_for(self, seconds: float) -> None:
+        """For the audience's sake alone: a quarter of it in a shortened play."""
+        self.pause(seconds if self.stage.steps is None else seconds / 4)
+
     def pause(self, seconds: float) -> None:
-        """Let the audience see the present state for a while; a shortened play has shorter ones."""
+        """Let the audience see the present state for a while."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             self.look()
