@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -23,6 +24,8 @@ AGENT_MARK = "TIDEGATE_AGENT"
 END_DEADLINE_S = 5.0
 _LOOK_EVERY_S = 0.02
 _PR_SET_PDEATHSIG = 1
+_FIRST_REST_S, _LAST_REST_S = 0.5, 60.0
+"""Between an undertaker's looks."""
 _TRACKER = b"multiprocessing.resource_tracker"
 """Ends by itself once nothing needs it, and only then frees shared memory that was left: not to be killed."""
 
@@ -143,7 +146,7 @@ def state_of(pid: int) -> str:
 
 def process_began_s() -> float:
     """When this process was started, by the wall clock."""
-    ticks = int(_stat(os.getpid())[19])
+    ticks = int(_began(os.getpid()))
     return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
 
 
@@ -161,8 +164,28 @@ def _stat(pid: int) -> list[str]:
 
 
 def main(variable: str, value: str) -> None:
-    sys.stdin.buffer.read()  # returns when the last holder of the other end is gone
-    end_family(variable, value)
+    """Whoever has a title of its own is known by its parent alone, and that may die together with our starter: so the
+    family is looked up while it lives too, seldom once it is old."""
+    known: set[tuple[int, str]] = set()
+    rest_s = _FIRST_REST_S
+    # Readable when the last holder of the other end is gone.
+    while not select.select([sys.stdin], [], [], rest_s)[0]:
+        known = _living(known) | {(pid, began) for pid in family(variable, value) if (began := _began(pid))}
+        rest_s = min(2 * rest_s, _LAST_REST_S)
+    _end(lambda: {*family(variable, value), *(pid for pid, _ in _living(known))}, None)
+
+
+def _living(known: set[tuple[int, str]]) -> set[tuple[int, str]]:
+    """A number that another process bears by now is not the one that was known."""
+    return {(pid, began) for pid, began in known if _began(pid) == began}
+
+
+def _began(pid: int) -> str:
+    """When it was started, in the kernel's ticks; empty where it has ended."""
+    try:
+        return _stat(pid)[19]
+    except OSError:
+        return ""
 
 
 if __name__ == "__main__":
