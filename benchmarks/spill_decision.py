@@ -20,8 +20,7 @@ from benchmarks.contract import figure, growth_exponent, publish
 
 from tidegate.arbiter.messages import Orders, Spillway
 from tidegate.ids import Generation, PoolName, ProviderName
-from tidegate.serve.backends import Backends
-from tidegate.serve.router_registry import PoolSeen
+from tidegate.serve.backends import Backends, PoolSeen
 from tidegate.serve.routing import RouteRequest, ToProvider, View, pick
 from tidegate.serve.work import Size
 from tidegate.spec.providers import ProviderSpec

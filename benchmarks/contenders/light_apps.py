@@ -9,7 +9,7 @@ import asyncio
 import base64
 import io
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,17 @@ from pydantic import BaseModel, ConfigDict
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
+from ray.util import get_node_ip_address
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from tidegate.ids import NodeId, PoolName
 from tidegate.serve.admission import Limits
 from tidegate.serve.gateway import Gateway
+from tidegate.serve.hop.server import HopServer
 from tidegate.serve.pools import pinned, plan_of
 from tidegate.serve.replica import MAX_ONGOING
-from tidegate.serve.work import ImageJob, Made, Size
+from tidegate.serve.work import ImageJob, Made, Partial, Size
 from tidegate.spec.load import load_policy
 
 MODEL = "light"
@@ -59,16 +61,27 @@ class LightEngine:
 class LightReplica:
     """Stands where `ImagesReplica` does in the images application."""
 
-    def __init__(self, service_s: float) -> None:
+    async def __init__(self, service_s: float, slots: int) -> None:  # type: ignore[misc]
         self._engine = LightEngine(service_s)
         self._service_s = service_s
+        self._hop = HopServer(self, slots)
+        self._reached = await self._hop.open(get_node_ip_address())
 
     def reconfigure(self, config: dict[str, str]) -> None:
         """Names the plan that this was built by; Serve keeps it to show it."""
 
+    def record_replica_metadata(self) -> dict[str, str | int]:
+        return self._reached
+
+    async def __del__(self) -> None:
+        await self._hop.drain()
+
     async def make(self, job: ImageJob) -> Made:
         await self._engine.work()
         return Made(pngs=(self._engine.png,) * job.images, seed=job.seed, compute_s=self._service_s)
+
+    async def make_shown(self, job: ImageJob) -> AsyncGenerator[Partial | Made, None]:
+        yield await self.make(job)
 
 
 class ImagesArgs(BaseModel):
@@ -98,7 +111,7 @@ def images(args: ImagesArgs) -> serve.Application:
 
 def light_pool(node: NodeId, pool: PoolName, args: Mapping[str, Any]) -> serve.Application:
     pinned_here = pinned(LightReplica, node, pool, args["drain_s"])
-    return pinned_here.options(max_ongoing_requests=args["slots"]).bind(args["service_s"])
+    return pinned_here.options(max_ongoing_requests=args["slots"]).bind(args["service_s"], args["slots"])
 
 
 # --- the peer ---------------------------------------------------------------------------------------------------

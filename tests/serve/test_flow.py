@@ -20,12 +20,11 @@ from tidegate.ids import GatewayId, Generation, PoolName, ProviderName, RequestI
 from tidegate.ports import free_port
 from tidegate.serve.api import ApiError
 from tidegate.serve.audit import Audit, audit
-from tidegate.serve.backends import Backends
+from tidegate.serve.backends import Backends, PoolSeen
 from tidegate.serve.flow import LOST_MAX, Answer, Flow
 from tidegate.serve.ledger import Ledger, Outcome
 from tidegate.serve.ledger_reading import read_audited, read_totals
 from tidegate.serve.providers import connect
-from tidegate.serve.router_registry import PoolSeen
 from tidegate.serve.routing import RouteRequest, ToLocal
 from tidegate.serve.work import EngineFailedError, ImageJob, Made, PoolBusyError, PoolLostError, Size, UnfitError
 from tidegate.spec.policy import ServingSpec

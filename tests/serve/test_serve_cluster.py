@@ -5,6 +5,7 @@ Only the arbiter is scripted: an actor under its name that tells the gateways wh
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import importlib.util
 import os
@@ -36,15 +37,16 @@ from tidegate.ids import Generation, NodeId, PoolName, pool_name, pools_app
 from tidegate.ports import free_port
 from tidegate.serve.admission import Limits
 from tidegate.serve.arbiter_link import canary_job
+from tidegate.serve.backends import PoolSeen
 from tidegate.serve.ledger_reading import RequestRow, read_rows, read_totals
-from tidegate.serve.router_registry import ROUTERS, PoolSeen
-from tidegate.serve.work import PoolBusyError, Size
+from tidegate.serve.pools import RayPools
+from tidegate.serve.work import Made, PoolBusyError, Size
 from tidegate.spec.load import load_model
 from tidegate.train.config import RunConfig
 from tidegate.train.export import write_export
 from tidegate.train.model import seeded
 from tidegate.train.recipe import Recipe
-from waiting import wait_until
+from waiting import until, wait_until
 
 pytestmark = pytest.mark.cluster
 
@@ -341,27 +343,31 @@ def test_a_dying_replica_costs_no_request(room: Room) -> None:
     room.wait_running(2)
 
 
-def test_the_router_refuses_at_once_and_keeps_nothing(room: Room) -> None:
-    """Full and empty pools, through a handle of this process: Serve's own router would let each request wait."""
+def test_a_full_or_empty_pool_refuses_at_once(room: Room) -> None:
+    """By lines of this process: Serve's own router would let each request wait."""
     room.order(Spillway.CLOSED)
     room.wait_running(2)
-    make = serve.get_deployment_handle(room.pool, pools_app(APP)).make
     job = replace(canary_job(Limits(model=MODEL, sizes=(Size(8, 8),))), images=10, steps=200)
-    with ThreadPoolExecutor(6) as callers:
-        ends = [callers.submit(make.remote(job).result, timeout_s=60) for _ in range(6)]
-    busy = [end for end in ends if isinstance(end.exception(), PoolBusyError)]
-    assert len(busy) == 2  # two replicas of two slots
-    assert all(end.result().pngs for end in ends if end not in busy)
 
-    router: Any = ROUTERS[room.pool]
-    idle = PoolSeen(replicas=2, ongoing=0, slots_each=2)
-    wait_until(lambda: router.seen() == idle, 3, "the router to see the pool idle")  # the cache alone needs 10 s
-    assert not router._pending_requests_by_id
-    room.scale(0)
-    wait_until(lambda: router.seen().replicas == 0, 60, "this process's router to see the empty pool")
-    with pytest.raises(PoolBusyError):
-        make.remote(job).result(timeout_s=10)
-    assert not router._pending_requests_by_id
+    async def story() -> None:
+        pools = RayPools(APP)
+        pools.follow([room.pool])
+        idle = PoolSeen(replicas=2, ongoing=0, slots_each=2)
+        await until(lambda: pools.seen()[room.pool] == idle, 20, "both replicas to be reached")
+        calls = [asyncio.create_task(pools.make(room.pool, job, 60.0)) for _ in range(6)]
+        ends = await asyncio.gather(*calls, return_exceptions=True)
+        assert [type(end) for end in ends] == [Made] * 4 + [PoolBusyError] * 2  # two replicas of two slots
+        assert pools.seen()[room.pool] == idle
+        with pytest.raises(TimeoutError):
+            await pools.make(room.pool, job, 0.1)
+        await until(lambda: pools.seen()[room.pool] == idle, 20, "the slot to be free")
+        room.scale(0)
+        await until(lambda: pools.seen()[room.pool].replicas == 0, 60, "the empty pool to be known")
+        with pytest.raises(PoolBusyError):
+            await pools.make(room.pool, job, 10.0)
+        pools.close()
+
+    asyncio.run(story())
 
 
 def test_local_only_waits_for_the_pool_to_come_home(room: Room) -> None:

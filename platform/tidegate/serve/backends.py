@@ -16,7 +16,6 @@ from tidegate.serve.admission import parse_size
 from tidegate.serve.cooldown import Cooldown
 from tidegate.serve.providers.fields import honours
 from tidegate.serve.providers.parity import Look
-from tidegate.serve.router_registry import PoolSeen
 from tidegate.serve.routing import PoolView, ProviderView, ToLocal, ToProvider, View
 from tidegate.serve.timeouts import KEPT, too_tight
 from tidegate.serve.work import Size
@@ -27,6 +26,18 @@ UNTIL_TOLD = Orders(generation=Generation(0), spillway=Spillway.CLOSED, allowanc
 
 _WEIGHT = 0.2
 """Of the newest value in the running means of service time and latency: about the last five count."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSeen:
+    """One pool as this gateway's lines to its replicas see it now."""
+
+    replicas: int
+    """Running."""
+    ongoing: int
+    """Over all running replicas, other gateways' requests too."""
+    slots_each: int
+    """Requests that one replica takes at a time."""
 
 
 @dataclass(slots=True)
@@ -110,7 +121,7 @@ class Backends:
     def _pool_view(self, name: PoolName, seen: PoolSeen, now_s: float) -> PoolView:
         pool = self._pools.setdefault(name, _Pool())
         replicas = min(seen.replicas, self.orders.allowances.get(name, seen.replicas))
-        # The router hears of a request a moment after it was placed, and of other gateways' ones from the replicas.
+        # A request is at its replica a moment after it was placed; replicas tell of other gateways' ones.
         ongoing = max(seen.ongoing, pool.ongoing)
         free = replicas * seen.slots_each - ongoing if now_s >= pool.resting_until_s else 0
         return PoolView(

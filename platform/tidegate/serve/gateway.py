@@ -25,7 +25,6 @@ from tidegate.serve.job_opening import open_jobs
 from tidegate.serve.ledger import Ledger
 from tidegate.serve.pools import RayPools
 from tidegate.serve.providers import connect
-from tidegate.serve.router_registry import pools_seen
 from tidegate.serve.routes import build_api
 from tidegate.serve.tally import Tally
 from tidegate.spec.policy import Policy
@@ -40,9 +39,9 @@ class Gateway:
         clock, tally = SystemClock(), Tally()
         callers = self._callers = open_callers(policy, os.environ)
         self._ledger = Ledger(policy.arbiter.state_path / "ledger", gateway)
-        backends = Backends(policy.providers, pools_seen)
+        pools = self._pools = RayPools(policy.serving.app)
+        backends = Backends(policy.providers, pools.seen)
         self._providers = {ProviderName(spec.name): connect(spec) for spec in policy.providers}
-        pools = RayPools(policy.serving.app)
         flow = Flow(policy.serving, backends, pools, self._providers, self._ledger, clock)
         desk = Desk(limits, flow, self._ledger, tally, clock)
         self._jobs = open_jobs(policy, desk, callers, gateway)
@@ -74,4 +73,5 @@ class Gateway:
         await self._callers.aclose()
         for provider in self._providers.values():
             await provider.aclose()
+        self._pools.close()
         self._ledger.close()

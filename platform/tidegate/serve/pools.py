@@ -1,4 +1,4 @@
-"""How a pool of replicas is built, and the gateway's handles to those that there are."""
+"""How a pool of replicas is built, and the gateway's way to those that there are."""
 
 from __future__ import annotations
 
@@ -6,24 +6,26 @@ import asyncio
 import hashlib
 import json
 import logging
-from collections.abc import AsyncIterator, Iterable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pydantic import TypeAdapter
 from ray import serve
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayError
 from ray.serve.config import RequestRouterConfig
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
-from ray.serve.handle import DeploymentHandle, DeploymentResponse, DeploymentResponseGenerator
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
 
 from tidegate.arbiter.messages import PoolPlan
 from tidegate.ids import POOL_PREFIX, NodeId, PoolName, pools_app
-from tidegate.serve import router_registry
+from tidegate.serve import replica_registry
+from tidegate.serve.backends import PoolSeen
 from tidegate.serve.flow import Showing
+from tidegate.serve.hop.client import Lines
 from tidegate.serve.options import EngineOptions
 from tidegate.serve.replica import ImagesReplica
-from tidegate.serve.work import EngineFailedError, ImageJob, Made, Partial, PoolBusyError, PoolLostError, UnfitError
+from tidegate.serve.replica_registry import ReplicaAddress
+from tidegate.serve.work import ImageJob, Made
 from tidegate.spec.weights import RolloutSpec
 
 _LOG = logging.getLogger("ray.serve")
@@ -64,7 +66,7 @@ def images_pool(node: NodeId, pool: PoolName, args: Mapping[str, Any]) -> serve.
     here = pinned(ImagesReplica, node, pool, args["drain_s"])
     options, rollout = _OPTIONS.validate_json(args["options"]), RolloutSpec.model_validate_json(args["rollout"])
     return here.options(max_ongoing_requests=args["requests_per_replica"]).bind(
-        args["app"], args["weights"], options, rollout, args["stuck_after_s"]
+        args["app"], args["weights"], options, rollout, args["stuck_after_s"], args["requests_per_replica"]
     )
 
 
@@ -74,7 +76,7 @@ def pinned(replica: serve.Deployment, node: NodeId, pool: PoolName, drain_s: flo
         name=pool,
         ray_actor_options={"num_cpus": 0, "num_gpus": 1, "label_selector": {"ray.io/node-id": node}},
         request_router_config=RequestRouterConfig(
-            request_router_class="tidegate.serve.router:SpillRouter", request_router_kwargs={"pool": pool}
+            request_router_class="tidegate.serve.router:ReplicaWatch", request_router_kwargs={"pool": pool}
         ),
         graceful_shutdown_wait_loop_s=0.1,
         graceful_shutdown_timeout_s=drain_s,
@@ -83,11 +85,15 @@ def pinned(replica: serve.Deployment, node: NodeId, pool: PoolName, drain_s: flo
 
 
 class RayPools:
-    """The pools of images replicas, by Serve handle. They come and go with the nodes."""
+    """The pools of images replicas, by a line to each replica. They come and go with the nodes. Of one event loop."""
 
     def __init__(self, app: str) -> None:
         self._app = pools_app(app)
         self._handles: dict[PoolName, DeploymentHandle] = {}
+        """No request goes by them: with each comes a router, which hears from Serve what replicas there are."""
+        self._lines = Lines()
+        self._loop = asyncio.get_running_loop()
+        replica_registry.LISTENERS.append(self._told)
 
     async def find(self) -> None:
         """Look which pools there are: for a gateway that starts while the arbiter is away."""
@@ -106,56 +112,36 @@ class RayPools:
         for name in names.difference(self._handles):
             # Unchecked: the check is a call to the controller, and an unknown pool is only one without replicas.
             handle = serve.get_deployment_handle(name, self._app, _check_exists=False)
-            # `.options` makes the router now, so that it is known before the first request.
+            # `.options` makes the router now.
             self._handles[name] = handle.options(method_name="make")
+            self._lines.follow(name, ())
+        seen = self.seen()
         for name in set(self._handles).difference(names) if names else ():
-            router = router_registry.ROUTERS.get(name)
-            if router is None or not router.seen().replicas:
-                router_registry.ROUTERS.pop(name, None)
+            if not seen[name].replicas:
+                self._lines.forget(name)
                 self._closing = asyncio.get_running_loop().create_task(self._handles.pop(name).shutdown_async())
 
+    def _told(self, pool: PoolName, replicas: tuple[ReplicaAddress, ...]) -> None:
+        """By a router, in its thread."""
+        self._loop.call_soon_threadsafe(self._listed, pool, replicas)
+
+    def _listed(self, pool: PoolName, replicas: tuple[ReplicaAddress, ...]) -> None:
+        if pool in self._handles:
+            self._lines.follow(pool, replicas)
+
+    def seen(self) -> Mapping[PoolName, PoolSeen]:
+        """Each pool now."""
+        return self._lines.seen()
+
     async def make(self, pool: PoolName, job: ImageJob, timeout_s: float) -> Made:
-        response = self._handle(pool).remote(job)
-        async with _answering(pool, response, timeout_s):
-            made: Made = await response
-        return made
+        async with asyncio.timeout(timeout_s):
+            return await self._lines.pick(pool).make(job)
 
     async def make_shown(self, pool: PoolName, job: ImageJob, timeout_s: float, show: Showing) -> Made:
-        response = self._handle(pool).options(method_name="make_shown", stream=True).remote(job)
-        made: Made | None = None
-        async with _answering(pool, response, timeout_s):
-            async for item in response:  # to its end: then the replica's slot is known to be free
-                if isinstance(item, Made):
-                    made = item
-                else:
-                    await show(item)
-        if made is None:
-            raise PoolLostError("the replica's stream ended without a picture")
-        return made
-
-    def _handle(self, pool: PoolName) -> DeploymentHandle:
-        try:
-            return self._handles[pool]
-        except KeyError:  # it has just gone
-            raise PoolBusyError(pool) from None
-
-
-@asynccontextmanager
-async def _answering(
-    pool: PoolName, response: DeploymentResponse[Made] | DeploymentResponseGenerator[Made | Partial], timeout_s: float
-) -> AsyncIterator[None]:
-    """Says in the room's own errors what went wrong with an answer, and takes the request back where nobody waits."""
-    try:
         async with asyncio.timeout(timeout_s):
-            yield
-    except (asyncio.CancelledError, TimeoutError):
-        response.cancel()  # else the replica would finish a picture that nobody waits for
-        raise
-    except RayTaskError as error:  # the replica's own code raised
-        if isinstance(error.cause, UnfitError):
-            raise error.cause from None
-        raise EngineFailedError(str(error.cause)[:300]) from None
-    except BackPressureError:
-        raise PoolBusyError(pool) from None
-    except (RayError, DeploymentUnavailableError) as error:
-        raise PoolLostError(f"{type(error).__name__}: {error}"[:300]) from None
+            return await self._lines.pick(pool).make_shown(job, show)
+
+    def close(self) -> None:
+        """Hang up, after what is under way."""
+        replica_registry.LISTENERS.remove(self._told)
+        self._lines.close()

@@ -1,4 +1,4 @@
-"""A GPU replica: one engine behind a Serve handle. Torch is imported when the replica starts, not before."""
+"""A GPU replica: one engine that gateways call. Torch is imported when the replica starts, not before."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ray import serve
 from ray.serve.schema import LoggingConfig
+from ray.util import get_node_ip_address
 
 from tidegate.arbiter.client import ArbiterClient
 from tidegate.arbiter.messages import ReplicaReport, Stage, Weights
 from tidegate.errors import ModelRefusedError, NoArbiterError
 from tidegate.ids import PoolName
+from tidegate.serve.hop.server import HopServer
 from tidegate.serve.options import EngineOptions
 from tidegate.serve.rehearsal import problem
 from tidegate.serve.work import ImageJob, Made, Partial
@@ -41,7 +43,13 @@ class ImagesReplica:
     """Serves what the arbiter tells it to of what is published, or `folder` where nothing is or all is refused."""
 
     async def __init__(  # type: ignore[misc]
-        self, app: str, folder: str, options: EngineOptions, rollout: RolloutSpec, stuck_after_s: float
+        self,
+        app: str,
+        folder: str,
+        options: EngineOptions,
+        rollout: RolloutSpec,
+        stuck_after_s: float,
+        slots: int = MAX_ONGOING,
     ) -> None:
         # Serve awaits a constructor that is a coroutine.
         self._app, self._stuck_after_s = app, stuck_after_s
@@ -61,7 +69,17 @@ class ImagesReplica:
         # Loading can take minutes, in which a replica that says nothing is taken for lost.
         self._reporting = asyncio.get_running_loop().create_task(self._report_for_ever())
         self._engine = await self._in_loader(self._first_engine, published)
+        self._hop = HopServer(self, slots)
+        self._reached = await self._hop.open(get_node_ip_address())
         self._ready = True
+
+    def record_replica_metadata(self) -> dict[str, str | int]:
+        """Serve asks once, when the replica is made, and tells every gateway."""
+        return self._reached
+
+    async def __del__(self) -> None:
+        """Serve calls this when the replica stops, and kills it at the drain deadline."""
+        await self._hop.drain()
 
     def reconfigure(self, config: dict[str, str]) -> None:
         """Names the plan that this was built by; Serve keeps it to show it."""
@@ -76,7 +94,7 @@ class ImagesReplica:
             raise
         return Made(pngs=pngs, seed=job.seed, compute_s=compute_s)
 
-    async def make_shown(self, job: ImageJob) -> AsyncIterator[Partial | Made]:
+    async def make_shown(self, job: ImageJob) -> AsyncGenerator[Partial | Made, None]:
         """As `make`, with unfinished pictures before the answer, which comes last."""
         gone, items = threading.Event(), asyncio.Queue[Partial | Future[tuple[tuple[bytes, ...], float]]]()
         loop = asyncio.get_running_loop()

@@ -24,7 +24,7 @@ from PIL import Image
 from tidegate.clock import SystemClock
 from tidegate.ids import GatewayId, PoolName, ProviderName
 from tidegate.serve.admission import Limits, parse_size
-from tidegate.serve.backends import Backends
+from tidegate.serve.backends import Backends, PoolSeen
 from tidegate.serve.callers import open_callers
 from tidegate.serve.desk import Desk
 from tidegate.serve.door import Door
@@ -32,7 +32,6 @@ from tidegate.serve.flow import Flow, Showing
 from tidegate.serve.job_opening import open_jobs
 from tidegate.serve.ledger import Ledger, Outcome
 from tidegate.serve.providers import connect
-from tidegate.serve.router_registry import PoolSeen
 from tidegate.serve.routes import build_api
 from tidegate.serve.work import ImageJob, Made, Partial, PoolBusyError, PoolLostError
 from tidegate.spec.load import load_policy
