@@ -9,6 +9,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import Route
 
 import tidegate
 from tidegate.serve.api import ApiError, ImagesBody
@@ -104,4 +105,7 @@ def build_api(door: Door) -> FastAPI:
     async def ready() -> JSONResponse:
         return JSONResponse(door.ready())
 
+    # In front of its like, which is left to describe it: FastAPI's wrapper would check nothing here, the door does all,
+    # and is a sixth of a gateway's time.
+    api.router.routes.insert(0, Route("/v1/images/generations", door.generate, methods=["POST"]))
     return api
