@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import uuid
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -56,7 +55,7 @@ class Door:
     async def _answered(self, raw: bytes, caller: Caller, relay: Relay | None = None) -> Response:
         """`relay` gets unfinished pictures, where the client wants any. One with an Idempotency-Key has none:
         its answer is kept for repeats, which get all of it."""
-        request_id = RequestId(uuid.uuid4().hex)
+        request_id = RequestId(f"{random.getrandbits(128):032x}")
         accepted_at_s = self.clock.now_s()
         try:
             with self.desk.booked(request_id, accepted_at_s) as entry:
