@@ -81,7 +81,7 @@ def test_a_plan_is_the_same_until_something_in_it_changes() -> None:
         assert images_plan(**{**args, **other}, at_s=1.0).version != one.version
     pool = images_pool(NodeId("a" * 56), PoolName("pool-a"), one.args)._bound_deployment
     assert pool.ray_actor_options["label_selector"] == {"ray.io/node-id": "a" * 56}
-    assert (pool.name, pool.init_args) == ("pool-a", ("images", "w", options, rollout, 60.0))
+    assert (pool.name, pool.init_args) == ("pool-a", ("images", "w", options, rollout, 60.0, 5))
     assert pool.max_ongoing_requests == 5
 
 
