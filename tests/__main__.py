@@ -1,7 +1,7 @@
 """`python tests [pytest's arguments]`. Without arguments all tests, in two processes beside each other: tests with a
 cluster mostly wait, and the others, at a lower priority, take the time that is left.
 
-Each ends without the interpreter's take-down. Once in about ten runs Ray's driver library (2.60) crashed in there, after
+Each ends without the interpreter's take-down. Once in ten runs Ray's driver library (2.60) crashed in there, after
 every test had passed and every cluster was gone: dozens of connections in one process. A command of ours connects once,
 and was never seen to.
 """
