@@ -53,6 +53,7 @@ class Worker:
     let: asyncio.Event = field(default_factory=asyncio.Event)
     jobs: list[ImageJob] = field(default_factory=list)
     cancelled: int = 0
+    png: bytes = b"one"
 
     async def make(self, job: ImageJob) -> Made:
         self.jobs.append(job)
@@ -65,7 +66,7 @@ class Worker:
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
-        return Made(pngs=(b"one", b"", b"three"), seed=job.seed, compute_s=0.5)
+        return Made(pngs=(self.png, b"", b"three"), seed=job.seed, compute_s=0.5)
 
     async def make_shown(self, job: ImageJob) -> AsyncGenerator[Partial | Made, None]:
         for index in range(3):
@@ -308,6 +309,23 @@ def test_a_draining_replica_finishes_what_it_has_and_takes_nothing_new() -> None
             one.worker.let.set()
             assert (await call).seed == 7
             await draining
+
+    in_loop(story)
+
+
+def test_a_draining_replica_has_sent_all_when_it_says_that_it_is_done() -> None:
+    """More than sockets hold: Serve kills the process right after."""
+
+    async def story() -> None:
+        one = await replica()
+        one.worker.png = bytes(50 * 2**20)
+        async with gateway(one) as lines:
+            call = begun(lines)
+            await until(lambda: bool(one.worker.jobs), 10, "the call to be there")
+            one.worker.let.set()
+            await one.server.drain()
+            assert not one.server._lines
+            assert (await call).pngs[0] == one.worker.png
 
     in_loop(story)
 

@@ -121,11 +121,14 @@ class Room:
         controller = ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
         ray.get(controller.update_deployment_replicas.remote(DeploymentID(self.pool, pools_app(APP)), replicas))
 
-    def replica_states(self) -> dict[str, str]:
-        """The pool's replicas as Serve's controller lists them, pending ones too."""
+    def replica_states(self) -> dict[str, str] | None:
+        """The pool's replicas as Serve lists them, pending ones too. None: it doesn't know the pool yet."""
         controller = ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
         details = ray.get(controller.get_serve_instance_details.remote())
-        replicas = details["applications"][pools_app(APP)]["deployments"][self.pool]["replicas"]
+        pools = details["applications"].get(pools_app(APP), {}).get("deployments", {})
+        if self.pool not in pools:
+            return None
+        replicas = pools[self.pool]["replicas"]
         return {row["replica_id"]: str(getattr(row["state"], "value", row["state"])) for row in replicas}
 
     def running(self) -> int:
@@ -199,6 +202,7 @@ def room(tmp_path_factory: pytest.TempPathFactory, stand_in_process: StandIn) ->
         plan = room.gateway().plan
         assert plan is not None
         lay_pools(APP, plan, {node: 0})  # as the arbiter does
+        wait_until(lambda: room.replica_states() is not None, 20, "Serve to know the pool")
         room.order(Spillway.CLOSED, **{room.pool: 2})
         room.scale(2)
         room.wait_running(2)
@@ -323,7 +327,7 @@ def test_an_upscale_taken_back_cancels_what_has_not_started(room: Room) -> None:
     before = room.replica_states()
     with room.load() as places:
         room.scale(4)
-        wait_until(lambda: len(room.replica_states()) == 4, 20, "two more replicas, for which there is no GPU")
+        wait_until(lambda: len(room.replica_states() or ()) == 4, 20, "two more replicas, for which there is no GPU")
         room.scale(2)
         wait_until(lambda: room.replica_states() == before, 15, "the pending replicas to be gone, and no other")
         after = places["local"]

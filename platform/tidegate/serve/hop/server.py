@@ -53,6 +53,7 @@ class HopServer:
         self._lines: set[_Line] = set()
         self._running: set[asyncio.Task[Made]] = set()
         self._draining = False
+        self._alone = asyncio.Event()
         self._telling: asyncio.TimerHandle | None = None
 
     async def open(self, host: str) -> dict[str, str | int]:
@@ -63,15 +64,17 @@ class HopServer:
         return {PORT: port, TOKEN: self._token}
 
     async def drain(self) -> None:
-        """Take nothing new, finish what there is, hang up."""
+        """Take nothing new, finish what there is, hang up when all of it is sent: the process may end then."""
         self._draining = True
         self._listener.close()
         for line in self._lines:
             line.tell(Kind.CLOSING)
         while self._running:
             await asyncio.wait(self._running)
-        for line in list(self._lines):
+        for line in self._lines:
             line.hang_up()
+        if self._lines:
+            await self._alone.wait()
 
     def knows(self, token: bytes) -> bool:
         return hmac.compare_digest(token, self._token.encode())
@@ -90,6 +93,8 @@ class HopServer:
 
     def left(self, line: _Line) -> None:
         self._lines.discard(line)
+        if self._draining and not self._lines:
+            self._alone.set()
 
     def begin(self, task: asyncio.Task[Made]) -> None:
         self._running.add(task)
