@@ -174,7 +174,8 @@ def test_a_gateway_in_the_middle_that_gave_up_is_ambiguous(kind: str, stand_in: 
 
 def test_a_client_that_leaves_is_no_answer_and_no_second_request(kind: str, stand_in: StandIn) -> None:
     """Queue faces are told to stop, and only those have a word for it."""
-    stand_in.control(latency_s=0.5)
+    # Long enough that a cancel meets it under way, however late; the others work to the end for nobody.
+    stand_in.control(latency_s=30.0 if kind in QUEUES else 0.5)
     before = stand_in.stats()
 
     async def leave() -> None:

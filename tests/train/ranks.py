@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import multiprocessing
 import os
+import signal
 import socket
+import sys
+import time
 from collections.abc import Callable
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -17,7 +21,7 @@ from tidegate.train.config import RunConfig
 from tidegate.train.loop import run
 from tidegate.train.progress import NullProgress
 
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 
 
 def group(size: int, target: Callable[..., None], *arguments: object) -> list[int | None]:
@@ -29,12 +33,15 @@ def group(size: int, target: Callable[..., None], *arguments: object) -> list[in
     ranks = [context.Process(target=_rank, args=(rank, size, port, target, arguments)) for rank in range(size)]
     for process in ranks:
         process.start()
+    ends_s = time.monotonic() + DEADLINE_S
     for process in ranks:
-        process.join(DEADLINE_S)
-    late = [process for process in ranks if process.is_alive()]
-    for process in late:
-        process.kill()
-    assert not late, f"{len(late)} of {size} ranks still ran after {DEADLINE_S:g} s"
+        process.join(max(0.0, ends_s - time.monotonic()))
+    late = [rank for rank, process in enumerate(ranks) if process.is_alive()]
+    for rank in late:
+        os.kill(ranks[rank].pid or 0, signal.SIGUSR1)  # it says where it stands
+        ranks[rank].join(1.0)
+        ranks[rank].kill()
+    assert not late, f"ranks {late} of {size} still ran after {DEADLINE_S:g} s"
     return [process.exitcode for process in ranks]
 
 
@@ -52,6 +59,7 @@ def _rank(rank: int, size: int, port: int, target: Callable[..., None], argument
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
+    faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True, chain=True)
     torch.set_num_threads(1)
     target(rank, *arguments)
 
