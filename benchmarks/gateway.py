@@ -235,8 +235,8 @@ def metrics_of(found: Found) -> dict[str, Metric]:
         "hop_s": figure(
             [hop - ingress for hop, ingress in zip(added["haproxy"], added["ingress"], strict=True)],
             goal="<= 0.001",
-            note="of the bare app's p50: Serve's call from one deployment to another, which ours makes too and LiteLLM"
-            f" does not; without it the same ingress adds {1000 * statistics.median(added['ingress']):.2f} ms and"
+            note="of the bare app's p50: Serve's call from one deployment to another, which ours does without (decision"
+            f" 0007); without it the same ingress adds {1000 * statistics.median(added['ingress']):.2f} ms and"
             f" answers {statistics.median(rates['ingress']):.0f} requests/s",
         ),
         "direct_p50_s": figure([one.p50_s for one in found["direct"]], goal="<= 0.001", note="the floor"),
